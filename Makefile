@@ -1,0 +1,30 @@
+# `make demo` and `make test` are the two commands of README.md; both need nothing but Python >= 3.10 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread per process: ranks share the cores, and OpenMP threads that spin make both of them crawl.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint clean
+.DEFAULT_GOAL := test
+
+# The stamp makes a second run skip the installation; it is rebuilt when the metadata changes.
+# torch is pinned in the same pip command to take a CPU wheel; the package metadata keeps the range.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -e '.[examples,dev]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m examples.hanoi
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+clean:
+	rm -rf $(VENV) outputs
