@@ -1,0 +1,1 @@
+"""Pure functions and frozen dataclasses: no torch.distributed, no Lightning."""
