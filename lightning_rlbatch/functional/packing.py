@@ -1,0 +1,394 @@
+"""Hold samples of different lengths end to end, without padding.
+
+Every per-token quantity is aligned with the token it describes: ``log_probs[t]`` is the log-probability OF token t given the
+tokens before it in its sample, ``values[t]`` the value of the state before token t.
+
+Invariants (checked where a batch is made):
+
+1. ``cu_seqlens[0] == 0``, it grows by at least 1 per sample, and its last entry is the number of tokens.
+2. Every per-token field has T rows, every per-sample field N rows, and all of them are on one device.
+3. ``response_mask``, where present, is boolean and False at the first token of every sample (nothing predicts that token); its
+   values are checked on the CPU only.
+4. Lengths are known on the host from construction on: no later call waits for a device.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_rlbatch.functional.packing_inputs import check_fields, padded_to_fields, samples_to_fields
+from lightning_rlbatch.functional.schema import FieldSpec, Schema, schema_difference, schema_of
+
+
+class PackedBatch:
+    """N samples laid end to end, T tokens in all; immutable.
+
+    A plain class on purpose: Lightning takes dataclasses and mappings apart when it moves or casts a batch (it refuses frozen
+    dataclasses and would cast log-probs to bf16), whereas an object with ``.to`` is moved whole.
+
+    Args:
+        cu_seqlens: Boundaries ``[N + 1]``, integers: sample i owns the tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``.
+            A tensor on an accelerator is read back once.
+        per_token: Name to tensor ``[T, ...]``. ``input_ids`` (int64 ``[T]``) is required; ``response_mask`` (bool ``[T]``) is True
+            where the policy sampled the token.
+        per_sample: Name to tensor ``[N, ...]``, for example ``group_ids``.
+
+    Raises:
+        ValueError: An invariant of the module docstring does not hold; the message names the field or the sample.
+        TypeError: A field is not a tensor, or ``input_ids`` or ``response_mask`` has the wrong dtype.
+
+    Example:
+        >>> batch = PackedBatch([0, 3, 5], {"input_ids": torch.tensor([7, 8, 9, 5, 6])}, {"reward": torch.tensor([1.0, 0.0])})
+        >>> batch.num_samples, batch.num_tokens, batch.max_seqlen
+        (2, 5, 3)
+        >>> batch.position_ids.tolist()
+        [0, 1, 2, 0, 1]
+        >>> batch.select([1])["input_ids"].tolist()
+        [5, 6]
+    """
+
+    __slots__ = ("_cu_seqlens", "_per_sample", "_per_token", "_seq_lens")
+    _cu_seqlens: Tensor
+    _seq_lens: tuple[int, ...]
+    _per_token: Mapping[str, Tensor]
+    _per_sample: Mapping[str, Tensor]
+
+    def __init__(
+        self, cu_seqlens: Tensor | Sequence[int], per_token: Mapping[str, Tensor], per_sample: Mapping[str, Tensor] | None = None
+    ) -> None:
+        bounds = [int(bound) for bound in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
+        if not bounds or bounds[0] != 0:
+            raise ValueError(f"Expected cu_seqlens to start with 0 but got {bounds[:4]}. Pass the cumulative lengths, N + 1 numbers.")
+        lengths = tuple(after - before for before, after in pairwise(bounds))
+        for index, length in enumerate(lengths):
+            if length < 1:
+                raise ValueError(f"Sample {index} has {length} tokens but a sample needs at least one. Leave empty samples out.")
+        per_token, per_sample = dict(per_token), dict(per_sample or {})
+        check_fields(lengths, per_token, per_sample)
+        self._fill(lengths, per_token, per_sample)
+
+    def _fill(
+        self, lengths: tuple[int, ...], per_token: dict[str, Tensor], per_sample: dict[str, Tensor], cu_seqlens: Tensor | None = None
+    ) -> None:
+        if cu_seqlens is None:
+            cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+            torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=cu_seqlens[1:])
+            cu_seqlens = cu_seqlens.to(per_token["input_ids"].device)
+        for name, value in (
+            ("_cu_seqlens", cu_seqlens),
+            ("_seq_lens", lengths),
+            ("_per_token", MappingProxyType(per_token)),
+            ("_per_sample", MappingProxyType(per_sample)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def _trusted(
+        cls, lengths: tuple[int, ...], per_token: dict[str, Tensor], per_sample: dict[str, Tensor], cu_seqlens: Tensor | None = None
+    ) -> "PackedBatch":
+        """Build from parts that are known to be consistent, without checks (and so without reading back from a device)."""
+        batch = cls.__new__(cls)
+        batch._fill(lengths, per_token, per_sample, cu_seqlens)
+        return batch
+
+    # -- making one ---------------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Mapping[str, Any]], *, per_sample: Collection[str] = ()) -> "PackedBatch":
+        """Pack samples given as dictionaries of tensors, arrays, lists or numbers.
+
+        A field is per-token if in every sample it has at least one dimension and as many rows as the sample has tokens, and
+        per-sample if it is a number or is named in ``per_sample``. A ``response_mask`` of 0 and 1 becomes boolean.
+
+        Args:
+            samples: At least one sample; all have the same names, ``input_ids`` (``[L_i]``) among them.
+            per_sample: Names of fields that are per-sample although they have dimensions (an embedding, a pair of scores).
+
+        Returns:
+            The packed batch, samples in the given order.
+
+        Raises:
+            ValueError: No samples (use :meth:`empty`), or a field that fits neither rule; the message names sample and field.
+            TypeError: A value that no tensor can hold, such as text.
+
+        Example:
+            >>> batch = PackedBatch.from_samples([
+            ...     {"input_ids": [1, 2, 3], "response_mask": [0, 1, 1], "reward": 1.0},
+            ...     {"input_ids": [4, 5], "response_mask": [0, 1], "reward": 0.5}])
+            >>> batch.cu_seqlens.tolist(), batch["reward"].tolist()
+            ([0, 3, 5], [1.0, 0.5])
+        """
+        bounds, token_fields, sample_fields = samples_to_fields(samples, per_sample)
+        return cls(bounds, token_fields, sample_fields)
+
+    @classmethod
+    def from_padded(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor | None = None,
+        *,
+        per_sample: Collection[str] = (),
+        **fields: Tensor,
+    ) -> "PackedBatch":
+        """Remove the padding of a rectangular batch, padded on the left, on the right or on both sides.
+
+        Args:
+            input_ids: ``[N, L]``, integers.
+            attention_mask: ``[N, L]``, non-zero at real tokens, one unbroken run per row.
+            response_mask: ``[N, L]``, non-zero where the policy sampled the token.
+            per_sample: Names of fields that are per-sample although their shape starts with ``[N, L]``.
+            **fields: Further fields: ``[N, L, ...]`` is per-token, any other ``[N, ...]`` per-sample.
+
+        Returns:
+            The packed batch, samples in row order.
+
+        Raises:
+            ValueError: A row without real tokens or with a hole, or a field of another shape; the message names it.
+
+        Example:
+            >>> batch = PackedBatch.from_padded(torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[0, 1, 1], [1, 1, 1]]))
+            >>> batch["input_ids"].tolist(), batch.cu_seqlens.tolist()
+            ([1, 2, 3, 4, 5], [0, 2, 5])
+        """
+        bounds, token_fields, sample_fields = padded_to_fields(input_ids, attention_mask, response_mask, fields, per_sample)
+        return cls(bounds, token_fields, sample_fields)
+
+    @classmethod
+    def empty(cls, schema: Schema, device: torch.device | str | None = None) -> "PackedBatch":
+        """Return a batch of no samples with the fields of ``schema``."""
+        return cls._trusted((), *_zeros(schema, 0, 0, device))
+
+    @classmethod
+    def filler(cls, schema: Schema, num_tokens: int, device: torch.device | str | None = None) -> "PackedBatch":
+        """Return one sample of ``num_tokens`` valid tokens that counts nowhere: every field is zero, so no token is a response.
+
+        Raises:
+            ValueError: ``num_tokens`` is below 1.
+        """
+        if num_tokens < 1:
+            raise ValueError(f"A filler needs at least one token but got num_tokens={num_tokens}.")
+        return cls._trusted((num_tokens,), *_zeros(schema, num_tokens, 1, device))
+
+    @classmethod
+    def concat(cls, batches: Sequence["PackedBatch"]) -> "PackedBatch":
+        """Join batches of the same schema, samples in order.
+
+        Raises:
+            ValueError: No batches, or schemas that differ; the message names the batch and the field.
+        """
+        if not batches:
+            raise ValueError("Expected at least one batch to concatenate but got none. Use PackedBatch.empty(schema).")
+        for index, batch in enumerate(batches):
+            difference = schema_difference(batches[0].schema, batch.schema)
+            if difference is not None:
+                raise ValueError(f"Batch {index} cannot be joined to batch 0: {difference}. See with_fields, without_fields.")
+        return cls._trusted(
+            tuple(length for batch in batches for length in batch.seq_lens),
+            {name: torch.cat([batch._per_token[name] for batch in batches]) for name in batches[0]._per_token},
+            {name: torch.cat([batch._per_sample[name] for batch in batches]) for name in batches[0]._per_sample},
+        )
+
+    # -- reading it ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Boundaries, int32 ``[N + 1]``, on the batch's device."""
+        return self._cu_seqlens
+
+    @property
+    def per_token(self) -> Mapping[str, Tensor]:
+        """Read-only mapping of name to tensor ``[T, ...]``."""
+        return self._per_token
+
+    @property
+    def per_sample(self) -> Mapping[str, Tensor]:
+        """Read-only mapping of name to tensor ``[N, ...]``."""
+        return self._per_sample
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Length of every sample in tokens, host integers."""
+        return self._seq_lens
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of every sample in tokens, int64 ``[N]``, always on the CPU."""
+        return torch.tensor(self._seq_lens, dtype=torch.int64)
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+        return len(self._seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self._seq_lens)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest sample in tokens, 0 without samples."""
+        return max(self._seq_lens, default=0)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of every field."""
+        return self._cu_seqlens.device
+
+    @property
+    def sample_ids_per_token(self) -> Tensor:
+        """Index of the sample that owns each token, int64 ``[T]``."""
+        return self._repeat(torch.arange(self.num_samples, device=self.device))
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Position of each token in its sample, int64 ``[T]``, 0 at every first token."""
+        return torch.arange(self.num_tokens, device=self.device) - self._repeat(self._cu_seqlens[:-1].long())
+
+    @property
+    def schema(self) -> dict[str, FieldSpec]:
+        """Name to dtype, trailing shape and kind of every field."""
+        return schema_of(self._per_token, self._per_sample)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the field of that name, ``[T, ...]`` or ``[N, ...]``."""
+        if name in self._per_token:
+            return self._per_token[name]
+        if name in self._per_sample:
+            return self._per_sample[name]
+        raise KeyError(f"No field {name!r}. Per token: {sorted(self._per_token)}; per sample: {sorted(self._per_sample)}.")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._per_token or name in self._per_sample
+
+    def split_per_sample(self, name: str) -> tuple[Tensor, ...]:
+        """Return views of a per-token field, one ``[L_i, ...]`` per sample.
+
+        Raises:
+            KeyError: There is no per-token field of that name.
+        """
+        if name not in self._per_token:
+            raise KeyError(f"No per-token field {name!r}. Per token: {sorted(self._per_token)}.")
+        return torch.split(self._per_token[name], list(self._seq_lens)) if self._seq_lens else ()
+
+    # -- deriving others ----------------------------------------------------------------------------------------------------------
+
+    def to_padded(self, pad_id: int, padding_side: Literal["left", "right"] = "right") -> dict[str, Tensor]:
+        """Return rectangular tensors as wide as the longest sample; :meth:`from_padded` is the inverse.
+
+        Args:
+            pad_id: Token id of the padding in ``input_ids``; other per-token fields are padded with 0.
+            padding_side: "left" or "right".
+
+        Returns:
+            ``attention_mask`` (int64 ``[N, L]``), every per-token field ``[N, L, ...]`` and every per-sample field ``[N, ...]``.
+
+        Raises:
+            ValueError: Another padding side.
+        """
+        if padding_side not in ("left", "right"):
+            raise ValueError(f"Expected padding_side 'left' or 'right' but got {padding_side!r}.")
+        width = self.max_seqlen
+        offset = 0 if padding_side == "right" else width - self._repeat(self._cu_seqlens.diff().long())
+        index = (self.sample_ids_per_token, self.position_ids + offset)
+        shape = (self.num_samples, width)
+        padded = {"attention_mask": torch.zeros(shape, dtype=torch.int64, device=self.device)}
+        padded["attention_mask"][index] = 1
+        for name, value in self._per_token.items():
+            padded[name] = value.new_full((*shape, *value.shape[1:]), pad_id if name == "input_ids" else 0)
+            padded[name][index] = value
+        return padded | dict(self._per_sample)
+
+    def select(self, indices: Sequence[int] | Tensor) -> "PackedBatch":
+        """Return the samples at ``indices``, in that order; an index may repeat.
+
+        Raises:
+            IndexError: An index outside ``0 .. N - 1``.
+        """
+        chosen = [int(index) for index in (indices.tolist() if isinstance(indices, Tensor) else indices)]
+        for index in chosen:
+            if not 0 <= index < self.num_samples:
+                raise IndexError(f"Sample {index} does not exist: the batch has {self.num_samples} samples.")
+        if not chosen:
+            return self.empty(self.schema, self.device)
+        rows = torch.tensor(chosen, dtype=torch.int64).to(self.device)
+        per_token = {}
+        for name in self._per_token:
+            pieces = self.split_per_sample(name)
+            per_token[name] = torch.cat([pieces[index] for index in chosen])
+        per_sample = {name: value.index_select(0, rows) for name, value in self._per_sample.items()}
+        return self._trusted(tuple(self._seq_lens[index] for index in chosen), per_token, per_sample)
+
+    def with_fields(self, per_token: Mapping[str, Tensor] | None = None, per_sample: Mapping[str, Tensor] | None = None) -> "PackedBatch":
+        """Return a batch with fields added or replaced.
+
+        Raises:
+            ValueError: A field of the wrong number of rows or device, or a name given as both kinds.
+        """
+        new_token, new_sample = dict(per_token or {}), dict(per_sample or {})
+        check_fields(self._seq_lens, {"input_ids": self["input_ids"], **new_token}, new_sample)
+        token_fields = {name: value for name, value in self._per_token.items() if name not in new_sample} | new_token
+        sample_fields = {name: value for name, value in self._per_sample.items() if name not in new_token} | new_sample
+        return self._trusted(self._seq_lens, token_fields, sample_fields, self._cu_seqlens)
+
+    def without_fields(self, names: Iterable[str]) -> "PackedBatch":
+        """Return a batch without the named fields.
+
+        Raises:
+            KeyError: A name that no field has.
+            ValueError: ``input_ids``, which every batch needs.
+        """
+        dropped = {names} if isinstance(names, str) else set(names)
+        for name in sorted(dropped):
+            self[name]
+        if "input_ids" in dropped:
+            raise ValueError("Every batch needs 'input_ids'; it cannot be dropped.")
+        token_fields = {name: value for name, value in self._per_token.items() if name not in dropped}
+        sample_fields = {name: value for name, value in self._per_sample.items() if name not in dropped}
+        return self._trusted(self._seq_lens, token_fields, sample_fields, self._cu_seqlens)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedBatch":
+        """Return the batch on another device (dtypes never change)."""
+        per_token = {name: value.to(device, non_blocking=non_blocking) for name, value in self._per_token.items()}
+        per_sample = {name: value.to(device, non_blocking=non_blocking) for name, value in self._per_sample.items()}
+        return self._trusted(self._seq_lens, per_token, per_sample, self._cu_seqlens.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "PackedBatch":
+        """Return the batch in page-locked memory; a DataLoader with ``pin_memory=True`` calls this."""
+        per_token = {name: value.pin_memory() for name, value in self._per_token.items()}
+        per_sample = {name: value.pin_memory() for name, value in self._per_sample.items()}
+        return self._trusted(self._seq_lens, per_token, per_sample, self._cu_seqlens.pin_memory())
+
+    # -- manners of an immutable object -------------------------------------------------------------------------------------------
+
+    def _repeat(self, per_sample: Tensor) -> Tensor:
+        # output_size spares the device a read-back of the total.
+        return per_sample.repeat_interleave(self._cu_seqlens.diff(), output_size=self.num_tokens)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"A PackedBatch cannot be changed (attribute {name!r}). Use with_fields, without_fields, select or concat.")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"A PackedBatch cannot be changed (attribute {name!r}). Use without_fields.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedBatch._trusted, (self._seq_lens, dict(self._per_token), dict(self._per_sample), self._cu_seqlens)
+
+    def __repr__(self) -> str:
+        fields = f"per_token={sorted(self._per_token)}, per_sample={sorted(self._per_sample)}"
+        return f"PackedBatch({self.num_samples} samples, {self.num_tokens} tokens, {fields}, device={str(self.device)!r})"
+
+
+def _zeros(
+    schema: Schema, num_tokens: int, num_samples: int, device: torch.device | str | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    if "input_ids" not in schema:
+        raise ValueError(f"Every batch needs 'input_ids' but the schema has only {sorted(schema)}.")
+    token_fields = {name: spec.zeros(num_tokens, device) for name, spec in schema.items() if spec.per_token}
+    sample_fields = {name: spec.zeros(num_samples, device) for name, spec in schema.items() if not spec.per_token}
+    return token_fields, sample_fields
