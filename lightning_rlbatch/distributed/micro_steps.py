@@ -1,0 +1,30 @@
+"""Agree on the number of micro-steps when lengths are known only locally."""
+
+import torch
+import torch.distributed as dist
+
+
+def max_num_micro_steps(local: int, group: dist.ProcessGroup | None) -> int:
+    """Return the largest local number of micro-steps in a process group.
+
+    One all-reduce (MAX), which every rank of the group must call. It lets streaming datasets, whose lengths no rank knows in full, run
+    the two-layer baseline: `count_micro_steps` of the local samples, this, then `plan_rank`.
+
+    Args:
+        local: Micro-steps that this rank needs.
+        group: The data-parallel group; None means the default group if there is one, else this process alone.
+
+    Returns:
+        The maximum, the same on every rank.
+
+    Raises:
+        ValueError: ``local`` is negative.
+    """
+    if local < 0:
+        raise ValueError(f"`local` must not be negative but got {local}.")
+    if not dist.is_available() or not dist.is_initialized():
+        return local
+    on_gpu = dist.get_backend(group) == "nccl"
+    count = torch.tensor([local], dtype=torch.int64, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+    return int(count.item())
