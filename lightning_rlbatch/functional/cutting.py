@@ -1,0 +1,74 @@
+"""Cut the units of one rank into micro-batches.
+
+Every cut returns at least the requested number of buckets if units suffice, and more if the cap needs it.
+"""
+
+import numpy as np
+
+from lightning_rlbatch.functional.balancing import karmarkar_karp
+from lightning_rlbatch.functional.plan_input import PlanInput
+from lightning_rlbatch.functional.rows import Bucket, fewest_rows, fill_buckets
+from lightning_rlbatch.functional.workload import IntArray
+
+
+def chunks(units: Bucket, size: int) -> list[Bucket]:
+    """Cut every ``size`` units; one empty bucket if there are none."""
+    return [units[i : i + size] for i in range(0, len(units), size)] or [[]]
+
+
+def cut_in_order(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket]:
+    """Close a bucket when the next unit does not fit; the number of buckets is the smallest that keeps the order."""
+    if job.micro_batch_size is not None:
+        return chunks(units, job.units_per_bucket)
+    buckets: list[Bucket] = [[]]
+    free = job.budget
+    for u in units:
+        size = int(job.tokens[u])
+        if buckets[-1] and size > free:
+            buckets.append([])
+            free = job.budget
+        buckets[-1].append(u)
+        free -= size
+    return buckets
+
+
+def cut_by_differencing(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket]:
+    """Cut by Karmarkar-Karp into at least ``num_buckets``, more if the budget needs it."""
+    if job.micro_batch_size is not None:
+        return chunks(units, job.units_per_bucket)
+    tokens, work = job.tokens[units], job.work[units]
+    k = needed = min(fewest_rows(tokens, 1, job.budget), max(1, len(units)))
+    while not _fits(parts := karmarkar_karp(work, k), tokens, job.budget):
+        k += 1
+        needed = k
+    if num_buckets > needed:
+        wider = karmarkar_karp(work, min(num_buckets, max(1, len(units))))
+        parts = wider if _fits(wider, tokens, job.budget) else parts
+    return [[units[i] for i in part] for part in parts]
+
+
+def cut_by_load(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket]:
+    """Cut by filling the lightest bucket with room, into at least ``num_buckets``, more if the budget needs it."""
+    if job.micro_batch_size is not None:
+        return chunks(units, job.units_per_bucket)
+    tokens, work = job.tokens[units], job.work[units]
+    k = max(num_buckets, fewest_rows(tokens, 1, job.budget))
+    while (buckets := fill_buckets(tokens, work, k, job.budget)) is None:
+        k += 1
+    return [sorted(units[i] for i in bucket) for bucket in buckets]
+
+
+def _fits(parts: list[Bucket], tokens: IntArray, budget: int) -> bool:
+    return all(len(part) <= 1 or int(tokens[part].sum()) <= budget for part in parts)
+
+
+def spread(buckets: list[Bucket], work: IntArray, num_buckets: int) -> list[Bucket]:
+    """Split the heaviest bucket of several units, in order, until there are enough; fillers only if units run out."""
+    buckets = list(buckets)
+    while len(buckets) < num_buckets and any(len(b) > 1 for b in buckets):
+        heaviest = max((b for b in range(len(buckets)) if len(buckets[b]) > 1), key=lambda b: (int(work[buckets[b]].sum()), -b))
+        units = buckets[heaviest]
+        running = np.cumsum(work[units])
+        cut = min(range(1, len(units)), key=lambda c: (abs(2 * int(running[c - 1]) - int(running[-1])), c))
+        buckets[heaviest : heaviest + 1] = [units[:cut], units[cut:]]
+    return buckets + [[] for _ in range(num_buckets - len(buckets))]
