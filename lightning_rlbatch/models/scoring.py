@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DIRECT_ELEMENTS = 1 << 21  # logits of at most this many elements (8 MiB in fp32) are kept instead of computed twice
+DIRECT_ELEMENTS = 1 << 21  # logits of at most this many elements (8 MiB in fp32) are kept, larger ones computed twice
 CPU_TILE = (512, 2048)  # 4 MiB in fp32: stays in the caches of a core
 ACCELERATOR_TILE = (4096, 8192)  # 128 MiB in fp32: large enough for full matrix-multiply throughput
 
@@ -70,7 +70,7 @@ def token_log_probs(
     """Compute log p(target) and the entropy of softmax(logits) per token, both differentiable.
 
     ``logits = cap(logit_scale * (hidden @ weight.T + bias)) / temperature`` with ``cap(x) = softcap * tanh(x / softcap)``.
-    Small problems keep their logits for the backward pass; larger ones never hold more than one tile of them.
+    Small problems keep their logits for the backward pass; larger ones never hold more than two tiles of that size.
 
     Args:
         hidden: [T, h], floating: the state from which each target was predicted.
@@ -103,11 +103,10 @@ def token_log_probs(
     default = CPU_TILE if hidden.device.type == "cpu" else ACCELERATOR_TILE
     head = _Head(softcap, float(logit_scale), temperature, (token_tile or default[0], vocab_tile or default[1]))
     direct = token_tile is None and vocab_tile is None and hidden.shape[0] * weight.shape[0] <= DIRECT_ELEMENTS
-    function = _DirectScore if direct else _TiledScore
-    # The functions choose their own precision; autocast would change it inside the forward pass only.
+    score = _score_directly if direct else _TiledScore.apply
+    # Dtypes are chosen above; autocast would change them in the forward pass only.
     with torch.autocast(hidden.device.type, enabled=False):
-        log_probs, entropy = cast(tuple[Tensor, Tensor | None], function.apply(hidden, weight, bias, targets, head, with_entropy))
-    return log_probs, entropy
+        return cast(tuple[Tensor, Tensor | None], score(hidden, weight, bias, targets, head, with_entropy))
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float | Tensor) -> None:
@@ -144,46 +143,16 @@ def _products(rows: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor) -
     return out if bias is None else out.add_(bias)
 
 
-class _DirectScore(torch.autograd.Function):
-    """The plain computation with a backward pass that keeps one ``[T, V]`` tensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)
-        raw = F.linear(hidden, weight, bias).to(_accumulation_dtype(hidden))
-        log_p = torch.log_softmax(head.finish_(raw, head.rows(0, hidden.shape[0])), dim=-1)
-        entropy = (log_p.exp() * log_p).sum(dim=-1).neg_() if with_entropy else None
-        ctx.save_for_backward(hidden, weight, bias, targets, log_p, raw if head.softcap is not None else None, entropy)
-        ctx.head = head
-        return log_p.gather(1, targets[:, None]).squeeze(1), entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        hidden, weight, bias, targets, log_p, logits, entropy = ctx.saved_tensors
-        grad_log_probs, grad_entropy = grads
-        if grad_log_probs is None and grad_entropy is None:
-            return None, None, None, None, None, None
-        grad = log_p.exp()
-        if grad_entropy is not None:
-            factor = (log_p + entropy[:, None]).mul_(-grad_entropy[:, None])
-            grad.mul_(factor if grad_log_probs is None else factor.sub_(grad_log_probs[:, None]))
-        else:
-            grad.mul_(-grad_log_probs[:, None])
-        if grad_log_probs is not None:
-            grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None])
-        logits = logits.clone() if logits is not None else grad
-        grad = ctx.head.backward_(grad, logits, ctx.head.rows(0, hidden.shape[0])).to(hidden.dtype)
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        return (
-            grad @ weight if need_hidden else None,
-            grad.t() @ hidden if need_weight else None,
-            grad.sum(dim=0) if need_bias else None,
-            None,
-            None,
-            None,
-        )
+def _score_directly(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Write the definition down and leave the rest to autograd: the fastest way as long as the logits are small."""
+    logits = F.linear(hidden, weight, bias).to(_accumulation_dtype(hidden)) * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    log_p = torch.log_softmax(logits / head.rows(0, hidden.shape[0]), dim=-1)
+    log_probs = log_p.gather(1, targets[:, None]).squeeze(1)
+    return log_probs, (log_p.exp() * log_p).sum(dim=-1).neg() if with_entropy else None
 
 
 class _TiledScore(torch.autograd.Function):
