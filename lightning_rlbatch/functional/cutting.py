@@ -20,6 +20,8 @@ def cut_in_order(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket
     """Close a bucket when the next unit does not fit; the number of buckets is the smallest that keeps the order."""
     if job.micro_batch_size is not None:
         return chunks(units, job.units_per_bucket)
+    if job.padded:
+        return _next_fit(job, units, None)
     buckets: list[Bucket] = [[]]
     free = job.budget
     for u in units:
@@ -32,10 +34,46 @@ def cut_in_order(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket
     return buckets
 
 
+def cut_padded(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket]:
+    """Cut for padding: units of similar length share a bucket, whose cost is number of samples x longest.
+
+    Longest first, consecutive units: no other cut needs fewer buckets. Among the cuts into that number the heaviest bucket is as
+    light as a consecutive cut allows, found by bisection on a cap of the workload.
+    """
+    order = sorted(units, key=lambda u: (-int(job.longest[u]), u))
+    buckets = _next_fit(job, order, None)
+    target = max(num_buckets, len(buckets))
+    low, high = -1, len(order) * job.group_size * max((int(job.heaviest[u]) for u in order), default=0)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tighter = _next_fit(job, order, middle)
+        if len(tighter) <= target:
+            high, buckets = middle, tighter
+        else:
+            low = middle
+    return buckets
+
+
+def _next_fit(job: PlanInput, units: Bucket, work_cap: int | None) -> list[Bucket]:
+    """Cut in order where number of samples x longest would exceed the budget, or its workload the cap."""
+    buckets: list[Bucket] = [[]]
+    longest = heaviest = 0
+    for u in units:
+        samples = (len(buckets[-1]) + 1) * job.group_size
+        longest, heaviest = max(longest, int(job.longest[u])), max(heaviest, int(job.heaviest[u]))
+        if buckets[-1] and (samples * longest > job.budget or (work_cap is not None and samples * heaviest > work_cap)):
+            buckets.append([])
+            longest, heaviest = int(job.longest[u]), int(job.heaviest[u])
+        buckets[-1].append(u)
+    return buckets
+
+
 def cut_by_differencing(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket]:
     """Cut by Karmarkar-Karp into at least ``num_buckets``, more if the budget needs it."""
     if job.micro_batch_size is not None:
         return chunks(units, job.units_per_bucket)
+    if job.padded:
+        return cut_padded(job, units, num_buckets)
     tokens, work = job.tokens[units], job.work[units]
     k = needed = min(fewest_rows(tokens, 1, job.budget), max(1, len(units)))
     while not _fits(parts := karmarkar_karp(work, k), tokens, job.budget):
@@ -51,6 +89,8 @@ def cut_by_load(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket]
     """Cut by filling the lightest bucket with room, into at least ``num_buckets``, more if the budget needs it."""
     if job.micro_batch_size is not None:
         return chunks(units, job.units_per_bucket)
+    if job.padded:
+        return cut_padded(job, units, num_buckets)
     tokens, work = job.tokens[units], job.work[units]
     k = max(num_buckets, fewest_rows(tokens, 1, job.budget))
     while (buckets := fill_buckets(tokens, work, k, job.budget)) is None:

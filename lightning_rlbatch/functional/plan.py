@@ -25,6 +25,7 @@ class BatchPlan:
         max_tokens_per_rank: Token budget of one GPU; None if the plan was cut by sample count.
         micro_batch_size: Samples per micro-batch; None if the plan was cut by tokens.
         group_size: Consecutive samples that stay together.
+        padded: Whether every micro-batch is padded to its longest sample, so that it costs number of samples x longest.
 
     Example:
         >>> plan = BatchPlan([[[0], [2]], [[1], []]], np.array([5, 4, 3]), np.array([5, 4, 3]), max_tokens_per_rank=8)
@@ -34,12 +35,14 @@ class BatchPlan:
 
     __slots__ = (
         "_tokens",
+        "_widths",
         "_work",
         "assignment",
         "group_size",
         "lengths",
         "max_tokens_per_rank",
         "micro_batch_size",
+        "padded",
         "sp_size",
         "workloads",
     )
@@ -54,6 +57,7 @@ class BatchPlan:
         max_tokens_per_rank: int | None = None,
         micro_batch_size: int | None = None,
         group_size: int = 1,
+        padded: bool = False,
     ) -> None:
         self.assignment = assignment
         self.lengths = lengths
@@ -62,8 +66,10 @@ class BatchPlan:
         self.max_tokens_per_rank = max_tokens_per_rank
         self.micro_batch_size = micro_batch_size
         self.group_size = group_size
+        self.padded = padded
         self._tokens = self._sums(lengths)
-        self._work = self._sums(workloads)
+        self._widths = self._rectangles(lengths) if padded else self._tokens
+        self._work = self._rectangles(workloads) if padded else self._sums(workloads)
 
     def _sums(self, weights: IntArray) -> IntArray:
         sizes = np.array([[len(bucket) for bucket in rank] for rank in self.assignment], dtype=np.int64)
@@ -71,6 +77,11 @@ class BatchPlan:
         total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(weights[flat])])
         ends = np.cumsum(sizes.reshape(-1))
         return np.asarray(total[ends] - total[ends - sizes.reshape(-1)], dtype=np.int64).reshape(sizes.shape)
+
+    def _rectangles(self, weights: IntArray) -> IntArray:
+        """Return number of samples x largest weight for every micro-batch."""
+        grid = [[len(b) * int(weights[b].max()) if b else 0 for b in rank] for rank in self.assignment]
+        return np.array(grid, dtype=np.int64)
 
     def __repr__(self) -> str:
         budget = (
@@ -123,11 +134,11 @@ class BatchPlan:
         return int(self._tokens[dp_rank, micro_step])
 
     def padded_num_tokens(self, dp_rank: int, micro_step: int) -> int:
-        """Return the tokens of one micro-batch, padded to a multiple of ``sp_size``."""
-        return -(-self.num_tokens(dp_rank, micro_step) // self.sp_size) * self.sp_size
+        """Return the tokens that are computed: padded to a multiple of ``sp_size``, and to the longest sample if ``padded``."""
+        return -(-int(self._widths[dp_rank, micro_step]) // self.sp_size) * self.sp_size
 
     def workload(self, dp_rank: int, micro_step: int) -> int:
-        """Return the workload of one micro-batch."""
+        """Return the workload of one micro-batch, padding to the longest sample included if ``padded``."""
         return int(self._work[dp_rank, micro_step])
 
     def step_workload(self) -> int:

@@ -25,10 +25,13 @@ class PlanInput:
     workloads: IntArray
     tokens: IntArray  # per unit
     work: IntArray  # per unit
+    longest: IntArray  # per unit, tokens of its longest sample
+    heaviest: IntArray  # per unit, workload of that sample
     group_size: int
     sp_size: int
     max_tokens_per_rank: int | None
     micro_batch_size: int | None
+    padded: bool
 
     @property
     def budget(self) -> int:
@@ -54,6 +57,7 @@ class PlanInput:
             max_tokens_per_rank=self.max_tokens_per_rank,
             micro_batch_size=self.micro_batch_size,
             group_size=size,
+            padded=self.padded,
         )
 
 
@@ -79,6 +83,7 @@ def checked_input(
     coefficient: int,
     group_size: int,
     oversize: Oversize,
+    padded: bool = False,
 ) -> PlanInput:
     """Validate what all entry points share, and sum samples into units."""
     if (max_tokens_per_rank is None) == (micro_batch_size is None):
@@ -100,10 +105,15 @@ def checked_input(
     if micro_batch_size is not None and micro_batch_size % group_size:
         raise ValueError(f"`micro_batch_size` must be a multiple of group_size={group_size} but got {micro_batch_size}.")
     workloads = workload_array(lengths, coefficient)
+    longest, heaviest = (x.reshape(-1, group_size).max(axis=1) for x in (lengths, workloads))
     tokens, work = (x.reshape(-1, group_size).sum(axis=1) for x in (lengths, workloads))
+    if padded:
+        tokens, work = longest * group_size, heaviest * group_size
     if max_tokens_per_rank is not None:
         tokens = _check_budget(tokens, max_tokens_per_rank, sp_size, group_size, oversize)
-    return PlanInput(lengths, workloads, tokens, work, group_size, sp_size, max_tokens_per_rank, micro_batch_size)
+    return PlanInput(
+        lengths, workloads, tokens, work, longest, heaviest, group_size, sp_size, max_tokens_per_rank, micro_batch_size, padded
+    )
 
 
 def _check_budget(tokens: IntArray, max_tokens_per_rank: int, sp_size: int, group_size: int, oversize: Oversize) -> IntArray:

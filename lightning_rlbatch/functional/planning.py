@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 
 from lightning_rlbatch.functional.balancing import balanced_partition, karmarkar_karp
-from lightning_rlbatch.functional.cutting import cut_by_differencing, cut_by_load, cut_in_order, spread
+from lightning_rlbatch.functional.cutting import cut_by_differencing, cut_by_load, cut_in_order, cut_padded, spread
 from lightning_rlbatch.functional.plan import BatchPlan
 from lightning_rlbatch.functional.plan_input import Oversize, PlanInput, check_at_least, check_choice, checked_input
-from lightning_rlbatch.functional.rows import Bucket, deal_rows, fewest_rows, plan_rows
+from lightning_rlbatch.functional.rows import Bucket, deal_rows, fewest_rows, group_rows, plan_rows
 from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT, IntArray, Integers
 
 Planner = Literal["global", "per_rank"]
@@ -35,6 +35,7 @@ def plan_mini_batch(
     min_num_micro_steps: int = 1,
     num_micro_steps_multiple: int = 1,
     planner: Planner = "global",
+    padded: bool = False,
 ) -> BatchPlan:
     """Assign the samples of a mini-batch to data-parallel ranks and micro-steps.
 
@@ -56,6 +57,7 @@ def plan_mini_batch(
         num_micro_steps_multiple: Make their number a multiple of this (pipeline schedules need it).
         planner: ``"global"`` plans all ranks and micro-steps together; ``"per_rank"`` is the two-layer baseline: equal-count
             Karmarkar-Karp over ranks, then Karmarkar-Karp into micro-batches inside each rank.
+        padded: Micro-batches are padded to their longest sample: a micro-batch then costs number of samples x longest.
 
     Returns:
         The plan, the same for equal input. Fillers (``[]``) appear only where a rank has too few samples.
@@ -73,7 +75,7 @@ def plan_mini_batch(
         >>> plan.assignment, plan.num_micro_steps
         ([[[1, 6], [3, 4]], [[2, 5], [0]]], 2)
     """
-    job = checked_input(seq_lens, max_tokens_per_rank, micro_batch_size, sp_size, coefficient, group_size, oversize)
+    job = checked_input(seq_lens, max_tokens_per_rank, micro_batch_size, sp_size, coefficient, group_size, oversize, padded)
     check_at_least("dp_size", dp_size, 1)
     check_at_least("min_num_micro_steps", min_num_micro_steps, 1)
     check_at_least("num_micro_steps_multiple", num_micro_steps_multiple, 1)
@@ -87,6 +89,8 @@ def plan_mini_batch(
         return job.to_plan([spread(pack(job, block, k), job.work, k) for block in blocks])
     if job.micro_batch_size is not None:
         return job.to_plan(_static_rows(job, dp_size, _round_up(min_num_micro_steps, multiple), multiple))
+    if job.padded:
+        return job.to_plan(_padded_rows(job, dp_size, min_num_micro_steps, multiple))
     k = _round_up(max(min_num_micro_steps, fewest_rows(job.tokens, dp_size, job.budget)), multiple)
     return job.to_plan(deal_rows(plan_rows(job.tokens, job.work, dp_size, job.budget, k, multiple)))
 
@@ -100,6 +104,7 @@ def recut(
     sp_size: int = 1,
     coefficient: int = DEFAULT_COEFFICIENT,
     oversize: Oversize = "error",
+    padded: bool = False,
 ) -> BatchPlan:
     """Cut samples that already live on ranks into micro-batches for another pass, with a budget of its own.
 
@@ -111,6 +116,7 @@ def recut(
         sp_size: GPUs of a sequence-parallel group.
         coefficient: See `attention_workload`.
         oversize: See `plan_mini_batch`.
+        padded: See `plan_mini_batch`.
 
     Returns:
         A plan with the same samples on every rank and equal numbers of micro-steps.
@@ -123,7 +129,7 @@ def recut(
         >>> recut([4, 4, 4, 9], [[0, 1, 2], [3]], max_tokens_per_rank=9).assignment
         [[[0, 2], [1]], [[3], []]]
     """
-    job = checked_input(seq_lens, max_tokens_per_rank, micro_batch_size, sp_size, coefficient, 1, oversize)
+    job = checked_input(seq_lens, max_tokens_per_rank, micro_batch_size, sp_size, coefficient, 1, oversize, padded)
     if not samples_per_rank or sorted(i for rank in samples_per_rank for i in rank) != list(range(len(job.lengths))):
         raise ValueError(
             f"`samples_per_rank` must hold each of the {len(job.lengths)} samples exactly once but got {sum(map(len, samples_per_rank))} "
@@ -159,3 +165,12 @@ def _static_rows(job: PlanInput, dp_size: int, num_rows: int, multiple: int) -> 
         parts = balanced_partition(job.work[units], dp_size, equal_size=True)
         rows.append([[units[i] for i in part] for part in parts])
     return deal_rows(rows)
+
+
+def _padded_rows(job: PlanInput, dp_size: int, num_rows: int, multiple: int) -> list[list[Bucket]]:
+    """Cut all units in order of length, then make consecutive buckets of similar cost a row."""
+    units = list(range(len(job.longest)))
+    k = _round_up(max(num_rows, -(-len(cut_padded(job, units, 1)) // dp_size)), multiple)
+    buckets = spread(cut_padded(job, units, k * dp_size), job.work, k * dp_size)
+    load = [len(b) * job.group_size * int(job.heaviest[b].max()) if b else 0 for b in buckets]
+    return deal_rows(group_rows(buckets, load, dp_size))

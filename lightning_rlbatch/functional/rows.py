@@ -52,7 +52,7 @@ def plan_rows(tokens: IntArray, work: IntArray, dp_size: int, budget: int, num_r
     k = num_rows
     while (buckets := fill_buckets(tokens, work, k * dp_size, budget)) is None:
         k += multiple
-    return group_rows(buckets, work, dp_size)
+    return group_rows(buckets, [sum(work[b].tolist()) for b in buckets], dp_size)
 
 
 def fill_buckets(tokens: IntArray, work: IntArray, num_buckets: int, budget: int) -> list[Bucket] | None:
@@ -90,7 +90,7 @@ def fill_buckets(tokens: IntArray, work: IntArray, num_buckets: int, budget: int
     return buckets
 
 
-def group_rows(buckets: list[Bucket], work: IntArray, dp_size: int) -> list[list[Bucket]]:
+def group_rows(buckets: list[Bucket], load: list[int], dp_size: int) -> list[list[Bucket]]:
     """Sort buckets by workload and make every ``dp_size`` consecutive ones a row.
 
     For given buckets no other grouping has a smaller sum of row maxima, and the waste of the whole step, sum of (row maximum - row
@@ -98,13 +98,12 @@ def group_rows(buckets: list[Bucket], work: IntArray, dp_size: int) -> list[list
 
     Args:
         buckets: A multiple of ``dp_size`` buckets.
-        work: ``[U]``, int64, workload per unit.
+        load: Workload of every bucket.
         dp_size: Buckets per row.
 
     Returns:
         Rows of ``dp_size`` buckets, heaviest first.
     """
-    load = [sum(work[b].tolist()) for b in buckets]
     order = sorted(range(len(buckets)), key=lambda b: (-load[b], -len(buckets[b]), b))
     return [[buckets[b] for b in order[start : start + dp_size]] for start in range(0, len(order), dp_size)]
 
