@@ -35,6 +35,14 @@ def collective_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def transfer_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Return where tensors of ``device`` must lie for a collective of the group: on ``device`` itself if its backend can."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
+        return device
+    return collective_device(group)
+
+
 def stable_hash(text: str, bits: int = 62) -> int:
     """Return a hash that is the same in every process, whatever ``PYTHONHASHSEED`` is."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - bits)
@@ -108,8 +116,7 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
     sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=rows.device)
     own = rows.detach().contiguous().view(-1).view(torch.uint8)
     sent[: own.numel()] = own
-    device = collective_device(group) if rows.device.type == "cpu" else rows.device
-    received = _gather(sent.to(device), group)
+    received = _gather(sent.to(transfer_device(rows.device, group)), group)
     parts = torch.cat([row[: count * row_bytes] for row, count in zip(received, counts)])
     return parts.to(rows.device).view(rows.dtype).view(sum(counts), *rows.shape[1:]), counts
 
@@ -147,11 +154,6 @@ def all_reduce_max(values: Mapping[str, Scalar], group: dist.ProcessGroup | None
 def all_reduce_min(values: Mapping[str, Scalar], group: dist.ProcessGroup | None) -> dict[str, float]:
     """Take the minimum of every entry over the ranks of a group; otherwise as `all_reduce_sums`. NaN has no defined result."""
     return _reduce_named(values, group, dist.ReduceOp.MIN)
-
-
-def max_num_micro_steps(local: int, group: dist.ProcessGroup | None) -> int:
-    """Return the largest number of micro-steps that any rank of the group needs."""
-    return max(count for (count,) in all_gather_ints([local], group))
 
 
 def gradient_scale(meshes: Meshes, averages_over: Literal["fsdp", "ddp", "none"]) -> float:

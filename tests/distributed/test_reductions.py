@@ -15,7 +15,6 @@ from lightning_rlbatch.distributed.reductions import (
     all_reduce_min,
     all_reduce_sums,
     gradient_scale,
-    max_num_micro_steps,
     stable_hash,
 )
 from lightning_rlbatch.testing import run_distributed
@@ -45,7 +44,6 @@ def test_a_lone_process_gets_its_own_data_back():
     assert all_gather_ints([1, 2], None) == [[1, 2]]
     assert all_gather_lengths([], None) == [[]]
     assert all_reduce_sums({"b": 2, "a": torch.tensor(1.5)}, None) == {"b": 2.0, "a": 1.5}
-    assert max_num_micro_steps(3, None) == 3
     rows, counts = all_gather_rows(ROWS["bf16"], None)
     assert same_bits(rows, ROWS["bf16"])
     assert counts == [4]
@@ -151,15 +149,15 @@ def test_a_reduction_over_the_data_parallel_group_counts_sequence_parallel_peers
     def reduce(rank, world_size):
         meshes = build_meshes("cpu", sequence_parallel_size=2)
         local = {"tokens": [3, 5][meshes.dp_rank]}
-        return all_reduce_sums(local, meshes.dp_group)["tokens"], max_num_micro_steps([7, 2][meshes.dp_rank], meshes.dp_group)
+        return all_reduce_sums(local, meshes.dp_group)["tokens"]
 
-    assert run_distributed(reduce, 4) == [(8.0, 7)] * 4
+    assert run_distributed(reduce, 4) == [8.0] * 4
 
 
-def test_the_number_of_micro_steps_agrees_with_any_hash_seed():
+def test_ranks_agree_with_any_hash_seed():
     def agree(rank, world_size):
         os.environ["PYTHONHASHSEED"] = str(rank)
-        return max_num_micro_steps([1, 4, 2, 0][rank], dist.group.WORLD), stable_hash("policy")
+        return all_reduce_max({"num_micro_steps": [1, 4, 2, 0][rank]}, dist.group.WORLD)["num_micro_steps"], stable_hash("policy")
 
     assert run_distributed(agree, 4) == [(4, stable_hash("policy"))] * 4
 
