@@ -1,5 +1,6 @@
 """The result of planning: which sample runs on which data-parallel rank in which micro-step."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -159,14 +160,18 @@ class BatchPlan:
         heaviest = int(per_group.max()) if len(per_group) else 0
         return min(1.0, int(self._work.sum()) / (heaviest * self.dp_size)) if heaviest else 1.0
 
-    def bottleneck(self) -> str | None:
-        """Say which sample is heavier than the mean load of a rank, which bounds the efficiency of every plan; else None."""
+    def bottleneck(self, names: Sequence[int] | None = None) -> str | None:
+        """Say which sample is heavier than the mean load of a rank, which bounds the efficiency of every plan; else None.
+
+        Args:
+            names: ``[N]``, what to call the samples; default: their index in the mini-batch.
+        """
         bound = self.efficiency_bound()
         if bound >= 1.0:
             return None
         sample = int(np.argmax(self.workloads))
         return (
-            f"Sample {sample} with {int(self.lengths[sample])} tokens is {1 / bound:.2f} times the mean load of {self.dp_size} "
+            f"Sample {sample if names is None else names[sample]} with {int(self.lengths[sample])} tokens is {1 / bound:.2f} times the mean load of {self.dp_size} "
             f"data-parallel ranks, so that no plan of this mini-batch can be more than {100 * bound:.1f}% efficient. "
             "Use a larger mini-batch, or a larger sequence_parallel_size with fewer data-parallel ranks."
         )
