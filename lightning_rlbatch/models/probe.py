@@ -1,0 +1,111 @@
+"""Find out whether packed attention can run a transformers model exactly, from its class, its config and a few tokens."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lightning_rlbatch.distributed.heads import HeadPlan
+from lightning_rlbatch.distributed.ulysses import gather_sequence
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+def check_heads(config: PreTrainedConfig, sp_size: int) -> None:
+    """Raise if a model with this config cannot be split over ``sp_size`` ranks; needs no weights.
+
+    Args:
+        config: The model's config.
+        sp_size: P.
+
+    Raises:
+        ValueError: Fewer query heads than ranks; the message holds both numbers.
+    """
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    HeadPlan.build(heads, int(kv_heads) if heads % int(kv_heads) == 0 else heads, sp_size)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise if a model's class or config says that packed attention cannot run it exactly; needs no weights.
+
+    Args:
+        model: A transformers model, on any device.
+
+    Raises:
+        ValueError: No attention interface, layers other than attention, several modalities, or bidirectional attention.
+    """
+    name, text = type(model).__name__, model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
+    interface = model._supports_attention_backend and model._can_set_attn_implementation()
+    reason = None
+    if model.config.is_encoder_decoder:
+        reason = "it is an encoder-decoder"
+    elif text is not model.config:
+        reason = "it has several modalities (pass its text model, for example model.language_model)"
+    elif kinds - _LAYER_TYPES:
+        reason = f"it has layers of the kinds {sorted(kinds - _LAYER_TYPES)}, whose state runs from one sample into the next"
+    elif not interface:
+        reason = "its attention layers do not use transformers' attention interface"
+    else:
+        bidirectional = sorted({type(module).__name__ for module in model.modules() if not _is_causal(module)})
+        if bidirectional:
+            reason = f"{bidirectional} attend in both directions"
+    if reason is not None:
+        raise ValueError(f"Packed attention cannot run {name}: {reason}. Use padded batches (remove_padding: false) for this model.")
+
+
+@torch.no_grad()
+def probe_packed_attention(model: PreTrainedModel, sp_group: dist.ProcessGroup | None) -> None:
+    """Run two short samples packed and one by one, and raise unless the hidden states agree.
+
+    This finds models that ignore the registered attention function, drop its arguments, or number positions on their own. It costs three
+    forwards of at most five tokens (per rank), draws no random numbers, and runs FSDP's collectives if the model is sharded.
+
+    Args:
+        model: The attached model.
+        sp_group: The group it was attached with.
+
+    Raises:
+        RuntimeError: The hidden states differ, or a layer did not run packed attention.
+    """
+    ids = (torch.arange(5) * 7919 + 11) % int(model.config.vocab_size)
+    batch = PackedBatch([0, 3, 5], {"input_ids": ids}).to(model.device)
+    training = {module: module.training for module in model.modules()}
+    model.train(False)
+    try:
+        packed = _hidden_states(model, sp_group, batch)
+        alone = torch.cat([_hidden_states(model, sp_group, batch.select([index])) for index in range(2)])
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(f"{type(model).__name__} failed the probe of packed attention: {error}") from error
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    tolerance = 1e-4 if packed.dtype in (torch.float32, torch.float64) else 5e-2
+    error_size = float((packed - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
+    if not error_size <= tolerance:
+        raise RuntimeError(
+            f"{type(model).__name__} failed the probe of packed attention: two samples packed differ from the same samples alone by "
+            f"{error_size:.1e} (relative to the largest hidden state; at most {tolerance:.0e} is rounding). It mixes samples or numbers "
+            "positions on its own. Use padded batches (remove_padding: false) for this model."
+        )
+
+
+def _hidden_states(model: PreTrainedModel, sp_group: dist.ProcessGroup | None, batch: PackedBatch) -> Tensor:
+    local: Tensor = model.base_model(**packed_model_kwargs(batch, sp_group=sp_group))[0][0]  # [t, hidden size]
+    return gather_sequence(local, sp_group, batch.num_tokens)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the module that holds the decoder layers: every way to call the model leads through its forward."""
+    decoder: object = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers leaves it without annotations
+    return decoder if isinstance(decoder, nn.Module) else model.base_model
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Return False for an attention layer that declares itself bidirectional."""
+    declared = getattr(module, "is_causal", None)
+    return not isinstance(declared, (bool, Tensor)) or bool(declared)
