@@ -10,9 +10,7 @@ from torch import Tensor
 from lightning_rlbatch.functional.segments import sanitize, segment_ids, segment_sum, spread
 
 
-def gae(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Compute generalized advantage estimates over the response tokens of each sample.
 
     With t' the NEXT RESPONSE token of the sample (so tool output and user turns between two turns are stepped over, undiscounted):

@@ -105,3 +105,186 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bo
     group = group_statistics(rewards, group_ids)
     advantages = group.centered / (group.std + eps) if normalize_by_std else group.centered
     return SampleAdvantages(advantages.to(rewards.dtype), group.valid)
+
+
+def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> SampleAdvantages:
+    """Compute R minus the mean reward of the OTHER rollouts of the group: n / (n - 1) (R - mean).
+
+    Sources: Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!", 2019; Ahmadian et al., "Back to Basics: Revisiting
+    REINFORCE Style Optimization for Learning from Human Feedback in LLMs", 2024, eq. 10.
+
+    Args:
+        rewards: ``[N]``, floating point; NaN leaves the sample out of its group.
+        group_ids: ``[N]``, integer.
+
+    Returns:
+        Advantages (exactly 0 for singletons, which have no baseline, and groups of equal rewards) and validity.
+
+    Example:
+        >>> rloo_advantages(torch.tensor([3.0, 0.0, 0.0]), torch.tensor([4, 4, 4])).advantages
+        tensor([ 3.0000, -1.5000, -1.5000])
+    """
+    group = group_statistics(rewards, group_ids)
+    factor = group.count / (group.count - 1).clamp(min=1)
+    return SampleAdvantages((factor * group.centered).to(rewards.dtype), group.valid)
+
+
+def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor) -> SampleAdvantages:
+    """Compute R minus the length-weighted mean reward of the group, sum(l R) / sum(l).
+
+    Source: Hao et al., "On-Policy RL with Optimal Reward Baseline", 2025, eq. 8.
+
+    Args:
+        rewards: ``[N]``, floating point; NaN leaves the sample out of its group.
+        group_ids: ``[N]``, integer.
+        response_lengths: ``[N]``, number of response tokens.
+
+    Returns:
+        Advantages (exactly 0 for singletons and groups of equal rewards) and validity.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Example:
+        >>> opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 3])).advantages
+        tensor([ 0.7500, -0.2500])
+    """
+    if response_lengths.shape != rewards.shape:
+        raise ValueError(f"Expected response_lengths [N] = {tuple(rewards.shape)} but got {tuple(response_lengths.shape)}.")
+    group = group_statistics(rewards, group_ids)
+    weight = torch.where(group.valid, response_lengths.double(), 0.0)
+    # The baseline, relative to the plain mean: sums of centered rewards keep equal rewards at exactly 0.
+    shift = _group_sum(weight * group.centered, group) / _group_sum(weight, group).clamp(min=1)
+    advantages = torch.where(group.std > 0, group.centered - shift, 0.0)
+    return SampleAdvantages(torch.where(group.valid, advantages, 0.0).to(rewards.dtype), group.valid)
+
+
+def gpg_advantages(rewards: Tensor, group_ids: Tensor, *, scale: float = 1.0) -> SampleAdvantages:
+    """Compute alpha (R - mean) / scale, alpha = valid samples / valid samples in groups with variance.
+
+    Groups of equal rewards have no gradient but count in the mean over the batch; alpha makes up for them.
+
+    Source: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", 2025, eq. 5 and 7 (there
+    alpha = B / (B - M) with M samples in all-right or all-wrong groups).
+
+    Args:
+        rewards: ``[N]``, floating point; NaN leaves the sample out of its group.
+        group_ids: ``[N]``, integer.
+        scale: divisor, the paper's F_norm, > 0.
+
+    Returns:
+        Advantages (exactly 0 for singletons and groups of equal rewards) and validity.
+
+    Raises:
+        ValueError: ``scale`` is not positive.
+
+    Example:
+        >>> gpg_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])).advantages
+        tensor([ 1., -1.,  0.,  0.])
+    """
+    if not scale > 0:
+        raise ValueError(f"Expected scale to be positive but got {scale}.")
+    group = group_statistics(rewards, group_ids)
+    useful = (group.valid & (group.std > 0)).sum()
+    alpha = group.valid.sum() / useful.clamp(min=1)
+    return SampleAdvantages((alpha * group.centered / scale).to(rewards.dtype), group.valid)
+
+
+def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bool = True, eps: float = 1e-6) -> SampleAdvantages:
+    """Reward the best of the group with its lead over the second best: max of all rewards - max of the others' rewards.
+
+    The leave-one-out advantage of pass@k for k = group size. Every sample but a single best one gets 0; a tie gives 0 to all.
+
+    Source: Tang et al., "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning", 2025, section 3.
+
+    Args:
+        rewards: ``[N]``, floating point; NaN leaves the sample out of its group.
+        group_ids: ``[N]``, integer.
+        normalize_by_std: divide by the group's std, as GRPO does.
+        eps: added to the std.
+
+    Returns:
+        Advantages (exactly 0 for singletons and groups of equal rewards) and validity.
+
+    Example:
+        >>> pass_at_k_advantages(torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0, 0, 0]), normalize_by_std=False).advantages
+        tensor([0., 0., 2.])
+    """
+    group = group_statistics(rewards, group_ids)
+    best = _group_max(torch.where(group.valid, group.rewards, -torch.inf), group)
+    is_best = group.valid & (group.rewards == best)
+    second = _group_max(torch.where(group.valid & ~is_best, group.rewards, -torch.inf), group)
+    alone = is_best & (_group_sum(is_best.double(), group) == 1) & (group.std > 0)
+    lead = torch.where(alone, group.rewards - torch.where(alone, second, 0.0), 0.0)
+    return SampleAdvantages((lead / (group.std + eps) if normalize_by_std else lead).to(rewards.dtype), group.valid)
+
+
+def gdpo_advantages(component_rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None, *, eps: float = 1e-6) -> SampleAdvantages:
+    """Normalize each reward within its group on its own, then add: sum_k w_k (R_k - mean_k) / (std_k + eps).
+
+    The paper whitens the sum over the batch afterwards (``whiten``; ``GDPO`` does both).
+
+    Source: Liu et al., "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization", 2026.
+
+    Args:
+        component_rewards: ``[N, K]``, floating point; NaN leaves the sample out of that reward's group statistics.
+        group_ids: ``[N]``, integer.
+        weights: ``[K]``, floating point. None: 1 each.
+        eps: added to each std.
+
+    Returns:
+        Advantages and validity (False: all rewards of the sample are NaN).
+
+    Raises:
+        ValueError: shapes differ.
+
+    Example:
+        >>> rewards = torch.tensor([[1.0, 0.0], [0.0, 10.0]])
+        >>> gdpo_advantages(rewards, torch.tensor([0, 0])).advantages.abs() < 1e-5  # the two cancel, although 10 > 1
+        tensor([True, True])
+    """
+    if component_rewards.dim() != 2:
+        raise ValueError(f"Expected component_rewards to be [N, K], one column per reward, but got {tuple(component_rewards.shape)}.")
+    num_rewards = component_rewards.shape[1]
+    if weights is None:
+        weights = component_rewards.new_ones(num_rewards)
+    if weights.shape != (num_rewards,):
+        raise ValueError(f"Expected one weight for each of {num_rewards} rewards but got shape {tuple(weights.shape)}.")
+    parts = [group_advantages(column, group_ids, eps=eps) for column in component_rewards.double().unbind(1)]
+    total = sum((w.double() * part.advantages for w, part in zip(weights.unbind(), parts)), component_rewards.new_zeros(()).double())
+    valid = torch.stack([part.valid for part in parts]).any(0)
+    return SampleAdvantages(total.to(component_rewards.dtype), valid)
+
+
+def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> SampleAdvantages:
+    """Compute R minus the reward of the greedy response to the same prompt.
+
+    Source: Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models",
+    2024, eq. 4.
+
+    Args:
+        rewards: ``[N]``, floating point; NaN: no reward.
+        baseline_rewards: ``[N]``, floating point: of the greedy response to the sample's prompt; NaN: none.
+
+    Returns:
+        Advantages and validity: False where either is NaN.
+
+    Example:
+        >>> remax_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.25])).advantages
+        tensor([ 0.7500, -0.2500])
+    """
+    if rewards.shape != baseline_rewards.shape:
+        raise ValueError(f"Expected baseline_rewards of shape {tuple(rewards.shape)} but got {tuple(baseline_rewards.shape)}.")
+    difference = (rewards - baseline_rewards).detach()
+    valid = ~difference.isnan()
+    return SampleAdvantages(torch.where(valid, difference, 0.0), valid)
+
+
+def _group_sum(values: Tensor, group: GroupStatistics) -> Tensor:
+    """Sum over each sample's group, ``[N] -> [N]``."""
+    return torch.zeros_like(values).index_add(0, group.index, values)[group.index]
+
+
+def _group_max(values: Tensor, group: GroupStatistics) -> Tensor:
+    """Take the maximum over each sample's group, ``[N] -> [N]``."""
+    return torch.full_like(values, -torch.inf).scatter_reduce(0, group.index, values, "amax")[group.index]

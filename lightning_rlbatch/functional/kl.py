@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -60,3 +61,86 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, 
         # Straight-through: (k2 - k2.detach()) is 0 in value and carries k2's gradient.
         value = value.detach() + (k2 - k2.detach())
     return value
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor, response_mask: Tensor) -> Tensor:
+    """Compute KL(policy || reference) exactly, summed over the vocabulary, where both models' logits exist.
+
+    Source: Kullback and Leibler, "On Information and Sufficiency", 1951.
+
+    Args:
+        logits: ``[T, V]``, floating point, differentiable: row t predicts token t.
+        ref_logits: ``[T, V]``, floating point. No gradient.
+        response_mask: ``[T]``, bool.
+
+    Returns:
+        ``[T]``: 0 outside the response mask.
+
+    Example:
+        >>> full_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([True]))
+        tensor([0.])
+    """
+    log_p = sanitize(logits, response_mask[:, None]).log_softmax(-1)
+    log_q = sanitize(ref_logits.detach(), response_mask[:, None]).log_softmax(-1)
+    return sanitize((log_p.exp() * (log_p - log_q)).sum(-1), response_mask)
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """Keep the coefficient of the KL penalty.
+
+    Args:
+        coefficient: weight of the penalty, >= 0.
+
+    Example:
+        >>> FixedKL(0.01).update(0.01, current_kl=3.0, num_samples=64)
+        0.01
+    """
+
+    coefficient: float = 0.001
+
+    def __post_init__(self) -> None:
+        if not self.coefficient >= 0:
+            raise ValueError(f"Expected the KL coefficient to be >= 0 but got {self.coefficient}.")
+
+    def update(self, coefficient: float, *, current_kl: float, num_samples: int) -> float:
+        """Return the coefficient of the next iteration: the same."""
+        return coefficient
+
+
+@dataclass(frozen=True)
+class AdaptiveKL(FixedKL):
+    """Steer the coefficient so that the divergence approaches a target.
+
+    beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon).
+
+    Source: Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2.2.
+
+    Args:
+        coefficient: weight of the penalty at the start, >= 0.
+        target: wanted divergence per token, > 0.
+        horizon: number of samples over which an error of 20 % changes the coefficient by 20 %, > 0.
+
+    Example:
+        >>> AdaptiveKL(0.1, target=1.0, horizon=100).update(0.1, current_kl=2.0, num_samples=50)
+        0.11000000000000001
+    """
+
+    target: float = 0.1
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.target > 0 and self.horizon > 0):
+            raise ValueError(f"Expected target and horizon to be positive but got target={self.target} and horizon={self.horizon}.")
+
+    def update(self, coefficient: float, *, current_kl: float, num_samples: int) -> float:
+        """Return the coefficient of the next iteration.
+
+        Args:
+            coefficient: of this iteration.
+            current_kl: mean divergence of this iteration's rollouts, over all ranks.
+            num_samples: rollouts of this iteration, over all ranks.
+        """
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        return coefficient * (1 + error * num_samples / self.horizon)

@@ -46,6 +46,7 @@ def policy_loss(
     loss: LossFunction,
     weights: Tensor | None = None,
     selected: Tensor | None = None,
+    name: str | None = None,
 ) -> LossTerms:
     """Compute any policy loss: clean its inputs, check its output, apply importance weights.
 
@@ -61,6 +62,7 @@ def policy_loss(
         loss: called with the five arguments above (and ``selected=`` if given).
         weights: ``[T]``, floating point: factor of each term, for example from ``importance_weights``. No gradient.
         selected: ``[T]``, bool: choice of tokens made over the whole mini-batch, for losses that need one.
+        name: of the loss, for error messages. None: the name of ``loss``.
 
     Returns:
         Terms and metrics, both ``[T]``.
@@ -77,7 +79,7 @@ def policy_loss(
         >>> policy_loss(x, x, torch.ones(2), mask, torch.tensor([0, 2]), loss=reinforce).terms
         tensor([0.0000, 0.5000])
     """
-    name = getattr(loss, "__qualname__", type(loss).__name__)
+    name = name or getattr(loss, "__qualname__", type(loss).__name__)
     for label, tensor in (("log_probs", log_probs), ("old_log_probs", old_log_probs), ("advantages", advantages)):
         check_per_token(tensor, response_mask, source=f"Argument {label} of policy loss {name}")
     extra = {} if selected is None else {"selected": selected & response_mask}
