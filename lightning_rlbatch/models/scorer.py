@@ -15,8 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from lightning_rlbatch.distributed.ulysses import gather_sequence, shard_sequence
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.models.attention import PackedAttention, attach_packed_attention
+from lightning_rlbatch.models.attention_backends import Backend
+from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
 from lightning_rlbatch.models.scoring import token_log_probs
 
 
@@ -59,17 +64,24 @@ class ValueHead(nn.Linear):
 class TokenScorer(nn.Module):
     """A transformers causal LM that takes a `PackedBatch` and returns `TokenScores`.
 
+    With ``remove_padding`` the model is attached to packed attention for good: generate inside ``scorer.attention.paused()``.
+
     Args:
-        model: A ``PreTrainedModel`` with an LM head, or without one if only values are asked for.
+        model: A causal LM, or a model without LM head (``AutoModel``) if only values are asked for.
         value_head: True adds a `ValueHead` on the last hidden state (a critic, or a policy with a value head).
         remove_padding: True computes real tokens only; False pads the samples to the longest of the batch and uses the model's
             own attention. The numbers are the same.
         sp_group: Ranks that share each sample (Ulysses); all of them pass the same batch and get the same result. None: this
             process alone.
-        attention_backend: Backend of the packed attention, see `attach_packed_attention`.
+        attention_backend: Kernel of the packed attention, see `select_attention`.
+        probe: False skips the three tiny forwards that check packed attention on this model; they need real, unsharded weights.
+
+    Attributes:
+        attention: The `PackedAttention` of the model, None without ``remove_padding``.
 
     Raises:
-        ValueError: Sequence parallelism is asked for together with padding.
+        ValueError: Sequence parallelism together with padding, or a model that packed attention cannot run exactly.
+        RuntimeError: The model is attached already, or failed the probe.
 
     Example:
         >>> scorer = TokenScorer(AutoModelForCausalLM.from_pretrained(name), value_head=True)  # doctest: +SKIP
@@ -80,36 +92,38 @@ class TokenScorer(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         *,
         value_head: bool = False,
         remove_padding: bool = True,
         sp_group: dist.ProcessGroup | None = None,
-        attention_backend: str = "auto",
+        attention_backend: Backend = "auto",
+        probe: bool = True,
     ) -> None:
         super().__init__()
-        self.sp_size = 1 if sp_group is None else dist.get_world_size(sp_group)
-        self.sp_rank = 0 if sp_group is None else dist.get_rank(sp_group)
-        if self.sp_size > 1 and not remove_padding:
+        sp_size = 1 if sp_group is None else dist.get_world_size(sp_group)
+        if sp_size > 1 and not remove_padding:
             raise ValueError(
-                f"sequence_parallel_size={self.sp_size} shards packed tokens, but remove_padding is False. "
+                f"sequence_parallel_size={sp_size} shards packed tokens, but remove_padding is False. "
                 "Set remove_padding=True, or sequence_parallel_size=1."
             )
         self.model = model
-        self.remove_padding = remove_padding
         self.sp_group = sp_group
         self.logit_scale, self.softcap = logit_adjustments(model)
         self.value_head = _make_value_head(model) if value_head else None
+        self.attention: PackedAttention | None = None
+        if remove_padding:
+            self.attention = attach_packed_attention(model, sp_group=sp_group, backend=attention_backend, probe=probe)
 
     @property
     def backbone(self) -> nn.Module:
         """The model without its LM head."""
-        return cast(nn.Module, getattr(self.model, "base_model", self.model))
+        return self.model.base_model
 
     @property
     def lm_head(self) -> nn.Module | None:
         """The module that turns hidden states into logits."""
-        return cast(nn.Module | None, self.model.get_output_embeddings())  # type: ignore[operator]  # nn.Module hides the method
+        return _output_embeddings(self.model)
 
     def forward(
         self,
@@ -141,23 +155,22 @@ class TokenScorer(nn.Module):
             RuntimeError: A head's weight is sharded: its FSDP group is not the scorer's own.
         """
         self._check_request(batch, temperature, with_log_probs or with_entropy, with_values)
-        targets, scored, hidden = self._shard_and_run(batch)
+        targets, scored = (shard_sequence(column, self.sp_group) for column in shift_to_sources(batch))
         sources = scored.nonzero().squeeze(1)
         if sources.numel() == 0:
-            sources = torch.zeros(1, dtype=torch.int64, device=scored.device)
+            sources = sources.new_zeros(1)
+        states = self._hidden_states(batch)[sources]
         columns: list[Tensor] = []
-        states = hidden[sources]
         if with_log_probs or with_entropy:
-            per_token = self._local_temperature(batch, temperature)
-            row_temperature = per_token[sources] if isinstance(per_token, Tensor) else per_token
-            columns += self._run_lm_head(states, targets[sources], row_temperature, with_log_probs, with_entropy)
+            rows_temperature = self._temperature_of(sources, batch, temperature)
+            log_probs, entropy = self._run_lm_head(states, targets[sources], rows_temperature, with_entropy)
+            columns += [log_probs] if with_log_probs else []
+            columns += [entropy] if entropy is not None else []
         if with_values:
             assert self.value_head is not None
             columns.append(self.value_head(states))
-        scores = self._to_tokens(columns, sources, scored, batch.num_tokens)
-        log_probs = scores.pop(0) if with_log_probs else None
-        entropy = scores.pop(0) if with_entropy else None
-        return TokenScores(log_probs, entropy, scores.pop(0) if with_values else None)
+        results = self._to_tokens(columns, sources, scored, batch.num_tokens)
+        return TokenScores(*(results.pop(0) if wanted else None for wanted in (with_log_probs, with_entropy, with_values)))
 
     def _check_request(self, batch: PackedBatch, temperature: float | Tensor, with_head: bool, with_values: bool) -> None:
         if batch.num_samples == 0:
@@ -167,7 +180,9 @@ class TokenScorer(nn.Module):
         if with_values and self.value_head is None:
             raise ValueError("with_values=True needs a value head, but this scorer has none. Construct it with value_head=True.")
         if with_head and self.lm_head is None:
-            raise ValueError(f"Log-probs need an LM head, but {type(self.model).__name__} has none. Pass with_log_probs=False, or a causal LM.")
+            raise ValueError(
+                f"Log-probs need an LM head, but {type(self.model).__name__} has none. Pass with_log_probs=False, or a causal LM."
+            )
         if isinstance(temperature, Tensor):
             if temperature.dtype in (torch.bfloat16, torch.float16):
                 # FSDP2's mixed precision casts tensor arguments of the root module
@@ -178,37 +193,29 @@ class TokenScorer(nn.Module):
             if temperature.dim() > 0 and temperature.shape != (batch.num_samples,):
                 raise ValueError(f"Expected one temperature for each of {batch.num_samples} samples, but got {tuple(temperature.shape)}.")
 
-    def _shard_and_run(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets, scored positions and hidden states of this rank's sources."""
-        targets, scored = shift_to_sources(batch)
-        hidden = self._packed_hidden(batch) if self.remove_padding else self._padded_hidden(batch)
-        return targets, scored, hidden
-
-    def _packed_hidden(self, batch: PackedBatch) -> Tensor:
-        output = self.backbone(input_ids=batch["input_ids"][None], position_ids=batch.position_ids[None], use_cache=False)
-        return cast(Tensor, output[0]).squeeze(0)
-
-    def _padded_hidden(self, batch: PackedBatch) -> Tensor:
-        """Run the model's own attention on right-padded samples; return the states of real tokens, [T, h]."""
+    def _hidden_states(self, batch: PackedBatch) -> Tensor:
+        """Return the states of this rank's tokens, [t, h]: all T without sequence parallelism, else ceil(T / P)."""
+        if self.attention is not None:
+            return cast(Tensor, self.backbone(**packed_model_kwargs(batch, sp_group=self.sp_group))[0]).squeeze(0)
         padded = batch.to_padded(pad_id=0)
         output = self.backbone(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], use_cache=False)
         return cast(Tensor, output[0])[batch.sample_ids_per_token, batch.position_ids]
 
-    def _local_temperature(self, batch: PackedBatch, temperature: float | Tensor) -> float | Tensor:
+    def _temperature_of(self, sources: Tensor, batch: PackedBatch, temperature: float | Tensor) -> float | Tensor:
         if not isinstance(temperature, Tensor) or temperature.dim() == 0:
             return temperature
-        return temperature.to(batch.device)[batch.sample_ids_per_token]
+        return shard_sequence(temperature.to(batch.device)[batch.sample_ids_per_token], self.sp_group, pad_value=1.0)[sources]
 
     def _run_lm_head(
-        self, states: Tensor, targets: Tensor, temperature: float | Tensor, with_log_probs: bool, with_entropy: bool
-    ) -> list[Tensor]:
+        self, states: Tensor, targets: Tensor, temperature: float | Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         head: Any = self.lm_head
         if isinstance(head.weight, DTensor):
             raise RuntimeError(
                 "The LM head's weight is still sharded inside TokenScorer.forward, so its gradient would not be reduced. "
                 "Call fully_shard on the transformer blocks and on the scorer, not on the LM head, the embeddings or the inner model."
             )
-        log_probs, entropy = token_log_probs(
+        return token_log_probs(
             states,
             head.weight,
             targets,
@@ -218,16 +225,15 @@ class TokenScorer(nn.Module):
             logit_scale=self.logit_scale,
             with_entropy=with_entropy,
         )
-        return [column for column, wanted in ((log_probs, with_log_probs), (entropy, with_entropy)) if wanted and column is not None]
 
     def _to_tokens(self, columns: list[Tensor], sources: Tensor, scored: Tensor, num_tokens: int) -> list[Tensor]:
-        """Spread values at sources over the whole batch and move each to the token after its source."""
+        """Spread results at sources over the whole batch and move each to the token after its source."""
         stacked = torch.stack(columns, dim=-1)
         # The position that only keeps the heads busy is not scored: it becomes 0, with a zero gradient.
         stacked = torch.where(scored[sources, None], stacked, 0.0)
-        spread = stacked.new_zeros(scored.shape[0], stacked.shape[1]).index_copy(0, sources, stacked)
-        first = spread.new_zeros(1, spread.shape[1])
-        return list(torch.cat([first, spread[: num_tokens - 1]]).unbind(dim=-1))
+        local = stacked.new_zeros(scored.shape[0], stacked.shape[1]).index_copy(0, sources, stacked)
+        everywhere = gather_sequence(local, self.sp_group, num_tokens)
+        return list(torch.cat([everywhere.new_zeros(1, everywhere.shape[1]), everywhere[:-1]]).unbind(dim=-1))
 
 
 def shift_to_sources(batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -245,14 +251,11 @@ def shift_to_sources(batch: PackedBatch) -> tuple[Tensor, Tensor]:
         [True, True, False, True, False]
     """
     targets = batch["input_ids"].roll(-1)
-    if "response_mask" in batch:
-        scored = batch["response_mask"].roll(-1)
-    else:
-        scored = torch.ones_like(targets, dtype=torch.bool)
+    scored = batch["response_mask"].roll(-1) if "response_mask" in batch else torch.ones_like(targets, dtype=torch.bool)
     return targets, scored.index_fill(0, batch.cu_seqlens[1:].long() - 1, False)
 
 
-def logit_adjustments(model: nn.Module) -> tuple[float, float | None]:
+def logit_adjustments(model: PreTrainedModel) -> tuple[float, float | None]:
     """Return the factor on the LM head's output and the bound of its soft cap, as the model's family defines them.
 
     Args:
@@ -262,10 +265,7 @@ def logit_adjustments(model: nn.Module) -> tuple[float, float | None]:
         ``(logit_scale, softcap)``: Cohere multiplies by ``logit_scale``, Granite divides and HyperCLOVA X multiplies by
         ``logits_scaling``, Falcon-H1 multiplies by ``lm_head_multiplier``; Gemma 2 and its kin cap at ``final_logit_softcapping``.
     """
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        return 1.0, None
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = model.config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
         scale *= float(getattr(config, name, None) or 1.0)
@@ -275,9 +275,14 @@ def logit_adjustments(model: nn.Module) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
-def _make_value_head(model: nn.Module) -> ValueHead:
+def _output_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    untyped: Any = model  # transformers leaves the method without annotations
+    return cast(nn.Module | None, untyped.get_output_embeddings())
+
+
+def _make_value_head(model: PreTrainedModel) -> ValueHead:
     parameter = next(model.parameters())
-    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    config: Any = model.config
-    hidden_size = head.weight.shape[1] if head is not None else config.get_text_config().hidden_size
+    head: Any = _output_embeddings(model)
+    # The size after the last norm, which some models project to another size than the embeddings'.
+    hidden_size = head.weight.shape[1] if head is not None else model.config.get_text_config().hidden_size
     return ValueHead(hidden_size, device=parameter.device, dtype=parameter.dtype)

@@ -17,7 +17,6 @@ import dataclasses
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 DIRECT_ELEMENTS = 1 << 21  # logits of at most this many elements (8 MiB in fp32) are kept, larger ones computed twice
@@ -112,7 +111,9 @@ def token_log_probs(
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float | Tensor) -> None:
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"Expected hidden [T, h] and weight [V, h] of one hidden size, but got {tuple(hidden.shape)} and {tuple(weight.shape)}.")
+        raise ValueError(
+            f"Expected hidden [T, h] and weight [V, h] of one hidden size, but got {tuple(hidden.shape)} and {tuple(weight.shape)}."
+        )
     if targets.shape != (tokens,):
         raise ValueError(f"Expected one target for each of {tokens} hidden states, but got targets of shape {tuple(targets.shape)}.")
     if bias is not None and bias.shape != (vocabulary,):
@@ -147,7 +148,7 @@ def _score_directly(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Write the definition down and leave the rest to autograd: the fastest way as long as the logits are small."""
-    logits = F.linear(hidden, weight, bias).to(_accumulation_dtype(hidden)) * head.scale
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(_accumulation_dtype(hidden)) * head.scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     log_p = torch.log_softmax(logits / head.rows(0, hidden.shape[0]), dim=-1)
