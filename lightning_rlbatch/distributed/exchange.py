@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_rlbatch.distributed.manifest import Sample, agree, check_keys, gather_samples, read_arguments, wrong_results
+from lightning_rlbatch.distributed.manifest import Sample, agree, check_keys, encode_samples, gather_samples, read_arguments, wrong_results
 from lightning_rlbatch.distributed.reductions import group_rank, group_size
 from lightning_rlbatch.distributed.wire import Rows, join, num_bytes, send_and_receive, take
 from lightning_rlbatch.functional.packing import PackedBatch
@@ -127,11 +127,13 @@ def exchange_samples(
     schema = batch.schema
     wanted, keys, problem = read_arguments(batch, destinations, order, group_size(group))
     has_order = _NO_SAMPLES if not batch.num_samples else int(order is not None)
-    opinions = agree(schema, problem, group, what="samples", opinion=has_order)
+    encoded = encode_samples(batch.seq_lens, wanted, keys)
+    headers = agree(schema, problem, group, what="samples", extra=[has_order, len(encoded)])
+    opinions = [opinion for opinion, _ in headers]
     if {0, 1} <= set(opinions):
         given = [rank for rank, opinion in enumerate(opinions) if opinion == 1]
         raise ValueError(f"Either every rank passes `order` or none does; it was passed on ranks {given} of {len(opinions)}.")
-    samples = gather_samples(batch.seq_lens, wanted, keys, group)
+    samples = gather_samples(encoded, [count for _, count in headers], group)
     layout = list(range(len(samples)))
     if 1 in opinions:
         check_keys(samples)

@@ -66,7 +66,7 @@ def _describe(spec: FieldSpec) -> str:
     return f"[{'T' if spec.per_token else 'N'}{sizes}] {str(spec.dtype).removeprefix('torch.')}"
 
 
-def agree(schema: Schema, problem: str, group: dist.ProcessGroup | None, *, what: str, opinion: int = 0) -> list[int]:
+def agree(schema: Schema, problem: str, group: dist.ProcessGroup | None, *, what: str, extra: Sequence[int] = ()) -> list[list[int]]:
     """Check in one collective that no rank has a problem and that all have the same schema.
 
     Args:
@@ -74,22 +74,22 @@ def agree(schema: Schema, problem: str, group: dist.ProcessGroup | None, *, what
         problem: What is wrong here; empty if nothing is.
         group: Ranks that must agree.
         what: ``"samples"`` or ``"results"``, for the message.
-        opinion: A small number of the caller's to gather along.
+        extra: Numbers of the caller's to gather along, equally many on every rank.
 
     Returns:
-        Every rank's opinion.
+        Every rank's extra numbers.
 
     Raises:
         ValueError: Some rank has a problem, or schemas differ. The same error on every rank.
     """
     described = {name: _describe(schema[name]) for name in sorted(schema)}
-    headers = all_gather_ints([bool(problem), stable_hash(json.dumps(described)), opinion], group)
-    if any(failed for failed, _, _ in headers):
+    headers = all_gather_ints([bool(problem), stable_hash(json.dumps(described)), *extra], group)
+    if any(failed for failed, *_ in headers):
         problems = gather_strings(problem, group)
         raise ValueError("; ".join(f"On rank {rank} {text}" for rank, text in enumerate(problems) if text) + ".")
-    if any(hashed != headers[0][1] for _, hashed, _ in headers):
+    if any(hashed != headers[0][1] for _, hashed, *_ in headers):
         raise ValueError(_schema_mismatch([json.loads(text) for text in gather_strings(json.dumps(described), group)], what))
-    return [opinion for _, _, opinion in headers]
+    return [numbers for _, _, *numbers in headers]
 
 
 def _schema_mismatch(schemas: Sequence[Mapping[str, str]], what: str) -> str:
@@ -104,15 +104,15 @@ def _schema_mismatch(schemas: Sequence[Mapping[str, str]], what: str) -> str:
     raise AssertionError("schemas with different hashes are different")
 
 
-def gather_samples(
-    lengths: Sequence[int], wanted: Sequence[tuple[int, ...]], keys: Sequence[int], group: dist.ProcessGroup | None
-) -> list[Sample]:
-    """Gather lengths, sort keys and destinations of all ranks' samples, rank 0's first."""
-    encoded: list[int] = []
-    for length, key, ranks in zip(lengths, keys, wanted):
-        encoded += [length, key, len(ranks), *ranks]
+def encode_samples(lengths: Sequence[int], wanted: Sequence[tuple[int, ...]], keys: Sequence[int]) -> list[int]:
+    """Return what the other ranks need to know about this rank's samples, as integers."""
+    return [number for length, key, ranks in zip(lengths, keys, wanted) for number in (length, key, len(ranks), *ranks)]
+
+
+def gather_samples(encoded: Sequence[int], counts: Sequence[int], group: dist.ProcessGroup | None) -> list[Sample]:
+    """Gather the encoded samples of all ranks, rank 0's first; ``counts`` holds the number of integers of each rank."""
     samples = []
-    for source, numbers in enumerate(all_gather_lengths(encoded, group)):
+    for source, numbers in enumerate(all_gather_lengths(encoded, group, counts=counts)):
         at, position = 0, 0
         while at < len(numbers):
             length, key, count = numbers[at : at + 3]

@@ -66,19 +66,23 @@ def all_gather_ints(local: Sequence[int] | Tensor, group: dist.ProcessGroup | No
     return rows
 
 
-def all_gather_lengths(local: Sequence[int] | Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
+def all_gather_lengths(
+    local: Sequence[int] | Tensor, group: dist.ProcessGroup | None, *, counts: Sequence[int] | None = None
+) -> list[list[int]]:
     """Gather one list of integers per rank; ranks may hold different numbers of them, none included.
 
     Args:
         local: This rank's integers, for example the token count of each of its samples.
         group: Ranks to gather from.
+        counts: How many integers each rank has, if all ranks know it already; None gathers it first.
 
     Returns:
         One list per rank, in group order. World traffic: 8 bytes per rank, then 8 bytes per sample (padded to the rank with
         the most samples).
     """
     values = _as_int64(local)
-    counts = [count for (count,) in all_gather_ints([values.numel()], group)]
+    if counts is None:
+        counts = [count for (count,) in all_gather_ints([values.numel()], group)]
     padded = values.new_zeros(max(counts))
     padded[: values.numel()] = values
     return [row[:count] for row, count in zip(all_gather_ints(padded, group), counts)]

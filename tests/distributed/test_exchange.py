@@ -141,6 +141,45 @@ def test_samples_that_stay_are_not_sent(world_size):
     assert counted == [(expected, 0), (0, expected), *[(0, 0)] * (world_size - 2)]
 
 
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_the_counted_bytes_are_those_that_the_one_all_to_all_carries(world_size, monkeypatch):
+    """Count at torch's own functions; what is gathered by all ranks is integers about samples, never fields."""
+    calls = []
+
+    def counted(name):
+        original = getattr(dist, name)
+
+        def wrapper(output, given, *arguments, **options):
+            calls.append((name, given.numel() * given.element_size(), options.get("group")))
+            return original(output, given, *arguments, **options)
+
+        monkeypatch.setattr(dist, name, wrapper)
+
+    def exchange(rank, world_size):
+        for name in ("all_to_all_single", "all_gather", "all_reduce", "broadcast", "gather", "all_gather_object"):
+            counted(name)
+        batch = make_samples(3, rank, max_length=200)
+        destinations = [rank, (rank + 1) % world_size, 0]
+        _, route = exchange_samples(batch, destinations, dist.group.WORLD)
+        assert [name for name, _, _ in calls] == ["all_gather", "all_gather", "all_to_all_single"]
+        assert all(group is dist.group.WORLD for _, _, group in calls)
+        assert calls[0][1] == 4 * 8
+        assert calls[1][1] == 3 * 4 * 8
+        assert calls[2][1] == route.bytes_sent
+        moved = {destination: 0 for destination in destinations if destination != rank}
+        for index, destination in enumerate(destinations):
+            if destination != rank:
+                moved[destination] += batch.seq_lens[index]
+        # 23 bytes per token, 25 per sample; each of nine fields and destinations is padded by less than 16.
+        exact = 23 * sum(moved.values()) + 25 * sum(destination != rank for destination in destinations)
+        assert exact <= route.bytes_sent < exact + 9 * 16 * max(len(moved), 1)
+        return route.bytes_sent, route.bytes_received, route.num_samples_moved
+
+    results = run_distributed(exchange, world_size)
+    assert sum(sent for sent, _, _ in results) == sum(received for _, received, _ in results)
+    assert {moved for _, _, moved in results} == {world_size + world_size - 1}
+
+
 @pytest.mark.parametrize(("world_size", "sp_size"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_a_plan_lays_samples_out_in_micro_steps_and_gives_peers_the_same(world_size, sp_size):
     lengths = [make_samples(count, source).seq_lens for source, count in enumerate([3, 0, 4, 2][:world_size])]
