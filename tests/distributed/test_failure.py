@@ -1,13 +1,17 @@
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_rlbatch.distributed.exchange import exchange_samples
 from lightning_rlbatch.distributed.failure import PeerFailedError, fail_together
 from lightning_rlbatch.distributed.mesh import build_meshes
+from lightning_rlbatch.distributed.reductions import all_reduce_sums
+from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.testing import run_distributed
 
 
@@ -131,3 +135,80 @@ def test_an_error_survives_a_peer_that_never_answers():
         return end
 
     assert run_distributed(fail, 2, pg_timeout=1)[0][:2] == ("ValueError", "the cause")
+
+
+PHASES = ("rewards", "log-probs", "loss")
+FAULTS = {
+    "raise": lambda: (_ for _ in ()).throw(ValueError("the cause")),
+    "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
+    "exit": lambda: sys.exit(1),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "out of memory": lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("tried to allocate 2 GiB")),
+}
+NAMES = {"raise": "ValueError", "interrupt": "KeyboardInterrupt", "exit": "SystemExit", "out of memory": "OutOfMemoryError"}
+
+
+def iteration(group, fault):
+    """Run the phases of a small iteration with the collectives between them; `fault` maps a phase to what happens in it here."""
+    reached = []
+
+    def enter(phase):
+        reached.append(phase)
+        fault.get(phase, lambda: None)()
+
+    lengths = [3, 5, 2][: 1 + group.rank()]
+    batch = PackedBatch.from_samples([{"input_ids": list(range(length))} for length in lengths])
+    try:
+        with fail_together(group, "rewards"):
+            enter("rewards")
+        batch, route = exchange_samples(batch, [0] * batch.num_samples, group)
+        with fail_together(group, "log-probs"):
+            enter("log-probs")
+        route.back(batch["input_ids"])
+        with fail_together(group, "loss"):
+            enter("loss")
+        all_reduce_sums({"loss": 1.0}, group)
+    except BaseException as caught:
+        return reached, type(caught).__name__, str(caught)
+    return reached, None, ""
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("kind", [*FAULTS])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_any_fault_in_any_phase_ends_every_rank_in_that_phase(phase, kind, failing):
+    def run(rank, world_size):
+        started = time.monotonic()
+        reached, error, message = iteration(dist.group.WORLD, {phase: FAULTS[kind]} if rank == failing else {})
+        assert time.monotonic() - started < 5
+        if kind == "kill":  # the parent sees the killed rank's missing result; what the others saw is checked here
+            assert (reached[-1], error) == (phase, "RuntimeError")
+            assert f"lost, or runs something else, at the end of phase '{phase}'" in message
+        return reached[-1], error, message
+
+    if kind == "kill":
+        with pytest.raises(AssertionError, match="1 of 3 ranks failed") as caught:
+            run_distributed(run, 3, pg_timeout=5, timeout=30)
+        assert f"rank {failing}: died" in str(caught.value)
+        return
+    for rank, (last, error, message) in enumerate(run_distributed(run, 3, pg_timeout=5, timeout=30)):
+        assert last == phase
+        if rank == failing:
+            assert error == NAMES[kind]
+        else:
+            assert error == "PeerFailedError"
+            assert message.startswith(f"Rank {failing} failed in phase '{phase}': {NAMES[kind]}")
+
+
+def test_a_rank_that_fails_between_phases_still_ends_the_others_within_seconds():
+    def run(rank, world_size):
+        if rank == 1:
+            raise ValueError("outside of any phase")
+        started = time.monotonic()
+        _, error, _ = iteration(dist.group.WORLD, {})
+        assert error == "RuntimeError"
+        assert time.monotonic() - started < 8
+
+    with pytest.raises(AssertionError, match="1 of 3 ranks failed") as caught:
+        run_distributed(run, 3, pg_timeout=5, timeout=30)
+    assert "outside of any phase" in str(caught.value)
