@@ -233,7 +233,8 @@ class TokenScorer(nn.Module):
         stacked = torch.where(scored[sources, None], stacked, 0.0)
         local = stacked.new_zeros(scored.shape[0], stacked.shape[1]).index_copy(0, sources, stacked)
         everywhere = gather_sequence(local, self.sp_group, num_tokens)
-        return list(torch.cat([everywhere.new_zeros(1, everywhere.shape[1]), everywhere[:-1]]).unbind(dim=-1))
+        shifted = torch.cat([everywhere.new_zeros(1, everywhere.shape[1]), everywhere[:-1]])
+        return [column.clone() for column in shifted.unbind(dim=-1)]  # FSDP2's backward hook is lost on a view changed in place
 
 
 def shift_to_sources(batch: PackedBatch) -> tuple[Tensor, Tensor]:
