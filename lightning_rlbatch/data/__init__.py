@@ -1,0 +1,22 @@
+"""DataModules and samplers that yield planned mini-batches."""
+
+from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.indices import MicroBatchDataset, MicroBatchIndices, PlannedIndices
+from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.prompts import PromptBatch
+from lightning_rlbatch.data.rollout import RolloutDataModule
+from lightning_rlbatch.data.sampler import TokenBudgetSampler
+from lightning_rlbatch.data.sft import MiniBatchDataset, SFTDataModule
+
+__all__ = [
+    "BatchingOptions",
+    "MicroBatchDataset",
+    "MicroBatchIndices",
+    "MiniBatch",
+    "MiniBatchDataset",
+    "PlannedIndices",
+    "PromptBatch",
+    "RolloutDataModule",
+    "SFTDataModule",
+    "TokenBudgetSampler",
+]

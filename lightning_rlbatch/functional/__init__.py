@@ -1,1 +1,196 @@
-"""Pure functions and frozen dataclasses: no torch.distributed, no Lightning."""
+"""Pure functions and frozen dataclasses: no torch.distributed, no Lightning, no transformers."""
+
+from lightning_rlbatch.functional.advantages import (
+    discounted_returns,
+    gae,
+    merge_moments,
+    moments,
+    place_rewards,
+    spread_to_tokens,
+    token_sums,
+    whiten,
+)
+from lightning_rlbatch.functional.advantages_group import (
+    GroupStatistics,
+    SampleAdvantages,
+    gdpo_advantages,
+    gpg_advantages,
+    group_advantages,
+    group_statistics,
+    opo_advantages,
+    pass_at_k_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
+from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES, AggregationMode, Denominators, aggregate, check_per_token
+from lightning_rlbatch.functional.algorithms import (
+    CISPO,
+    DPPO,
+    GMPO,
+    GSPO,
+    SAPO,
+    ClipCov,
+    FunctionLoss,
+    KLCov,
+    LossInputs,
+    PolicyLoss,
+    PPOClip,
+    Reinforce,
+)
+from lightning_rlbatch.functional.attention import varlen_attention
+from lightning_rlbatch.functional.balancing import balanced_partition, karmarkar_karp
+from lightning_rlbatch.functional.estimators import (
+    GAE,
+    AdvantageEstimator,
+    AdvantageInputs,
+    Advantages,
+    OutcomeEstimator,
+    ReinforcePlusPlus,
+)
+from lightning_rlbatch.functional.estimators_group import GDPO, GPG, GRPO, OPO, RLOO, DrGRPO, PassAtK, ReinforcePlusPlusBaseline, ReMax
+from lightning_rlbatch.functional.filters import ZeroVariance, drop_samples, overlong_penalty, should_resample, zero_variance_groups
+from lightning_rlbatch.functional.importance import (
+    ImportanceCorrection,
+    effective_sample_size,
+    effective_sample_size_sums,
+    importance_weights,
+)
+from lightning_rlbatch.functional.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
+from lightning_rlbatch.functional.losses import LossTerms, policy_loss, ppo_clip_loss
+from lightning_rlbatch.functional.losses_covariance import (
+    clip_cov_loss,
+    kl_cov_loss,
+    select_clip_cov,
+    select_kl_cov,
+    token_covariance,
+    token_keys,
+)
+from lightning_rlbatch.functional.losses_sequence import gmpo_loss, gspo_loss
+from lightning_rlbatch.functional.losses_token import binary_kl, cispo_loss, dppo_loss, reinforce_loss, sapo_loss
+from lightning_rlbatch.functional.metrics import (
+    add_pairs,
+    explained_variance,
+    explained_variance_sums,
+    length_metrics,
+    quotients,
+    sample_mean,
+    token_mean,
+)
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.functional.peers import Peers
+from lightning_rlbatch.functional.per_rank import count_micro_steps, plan_rank
+from lightning_rlbatch.functional.plan import BatchPlan
+from lightning_rlbatch.functional.plan_input import OversizeWarning
+from lightning_rlbatch.functional.planning import plan_mini_batch, recut
+from lightning_rlbatch.functional.schema import FieldSpec, Schema
+from lightning_rlbatch.functional.sizes import IterationSizes, iteration_sizes
+from lightning_rlbatch.functional.value import value_loss
+from lightning_rlbatch.functional.workload import attention_workload, fit_workload_coefficient, workload_coefficient
+
+__all__ = [
+    "AGGREGATION_MODES",
+    "AdaptiveKL",
+    "AdvantageEstimator",
+    "AdvantageInputs",
+    "Advantages",
+    "AggregationMode",
+    "BatchPlan",
+    "CISPO",
+    "ClipCov",
+    "DPPO",
+    "Denominators",
+    "DrGRPO",
+    "FieldSpec",
+    "FixedKL",
+    "FunctionLoss",
+    "GAE",
+    "GDPO",
+    "GMPO",
+    "GPG",
+    "GRPO",
+    "GSPO",
+    "GroupStatistics",
+    "ImportanceCorrection",
+    "IterationSizes",
+    "KLCov",
+    "LossInputs",
+    "LossTerms",
+    "OPO",
+    "OutcomeEstimator",
+    "OversizeWarning",
+    "PPOClip",
+    "PackedBatch",
+    "PassAtK",
+    "Peers",
+    "PolicyLoss",
+    "RLOO",
+    "ReMax",
+    "Reinforce",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
+    "SAPO",
+    "SampleAdvantages",
+    "Schema",
+    "ZeroVariance",
+    "add_pairs",
+    "aggregate",
+    "attention_workload",
+    "balanced_partition",
+    "binary_kl",
+    "check_per_token",
+    "cispo_loss",
+    "clip_cov_loss",
+    "count_micro_steps",
+    "discounted_returns",
+    "dppo_loss",
+    "drop_samples",
+    "effective_sample_size",
+    "effective_sample_size_sums",
+    "explained_variance",
+    "explained_variance_sums",
+    "fit_workload_coefficient",
+    "full_kl",
+    "gae",
+    "gdpo_advantages",
+    "gmpo_loss",
+    "gpg_advantages",
+    "group_advantages",
+    "group_statistics",
+    "gspo_loss",
+    "importance_weights",
+    "iteration_sizes",
+    "karmarkar_karp",
+    "kl_cov_loss",
+    "kl_penalty",
+    "length_metrics",
+    "merge_moments",
+    "moments",
+    "opo_advantages",
+    "overlong_penalty",
+    "pass_at_k_advantages",
+    "place_rewards",
+    "plan_mini_batch",
+    "plan_rank",
+    "policy_loss",
+    "ppo_clip_loss",
+    "quotients",
+    "recut",
+    "reinforce_loss",
+    "remax_advantages",
+    "rloo_advantages",
+    "sample_mean",
+    "sapo_loss",
+    "select_clip_cov",
+    "select_kl_cov",
+    "should_resample",
+    "spread_to_tokens",
+    "token_covariance",
+    "token_keys",
+    "token_mean",
+    "token_sums",
+    "value_loss",
+    "varlen_attention",
+    "whiten",
+    "workload_coefficient",
+    "zero_variance_groups",
+]

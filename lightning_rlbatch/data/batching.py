@@ -1,0 +1,126 @@
+"""How mini-batches are formed and cut: the options of the update and of the forward-only passes."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from lightning_rlbatch.distributed.mesh import Meshes
+from lightning_rlbatch.functional.plan import BatchPlan
+from lightning_rlbatch.functional.planning import plan_mini_batch, recut
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchingOptions:
+    """Options of planning, checked together so that none is silently without effect.
+
+    Attributes:
+        max_tokens_per_rank: Token budget of one GPU in a micro-batch of the update (dynamic).
+        micro_batch_size: Samples of a micro-batch of the update (static); exactly one of the two is set.
+        log_prob_max_tokens_per_rank: Budget of forward-only passes; None takes ``max_tokens_per_rank``.
+        log_prob_micro_batch_size: Samples per micro-batch of forward-only passes; None takes ``micro_batch_size``.
+        balance: False keeps samples in contiguous blocks, one per rank.
+        equal_size: Numbers of samples per rank differ by at most one.
+        planner: ``"global"``, or ``"per_rank"``, the two-layer baseline.
+        oversize: ``"error"`` or ``"isolate"``: what to do with a sample above the budget.
+        coefficient: Linear cost of a token relative to the quadratic one, see ``attention_workload``.
+        padded: Micro-batches are padded to their longest sample (``remove_padding: false``): the budget counts
+            samples x longest.
+    """
+
+    max_tokens_per_rank: int | None = None
+    micro_batch_size: int | None = None
+    log_prob_max_tokens_per_rank: int | None = None
+    log_prob_micro_batch_size: int | None = None
+    balance: bool = True
+    equal_size: bool = False
+    planner: Literal["global", "per_rank"] = "global"
+    oversize: Literal["error", "isolate"] = "error"
+    coefficient: int = 24576
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse contradictory options.
+
+        Raises:
+            ValueError: Names the options and says which to keep.
+        """
+        if (self.max_tokens_per_rank is None) == (self.micro_batch_size is None):
+            raise ValueError(
+                f"Expected exactly one of max_tokens_per_rank and micro_batch_size but got {self.max_tokens_per_rank} and"
+                f" {self.micro_batch_size}. Set max_tokens_per_rank for micro-batches of bounded tokens (recommended), or"
+                " micro_batch_size for a fixed number of samples."
+            )
+        for name in ("max_tokens_per_rank", "micro_batch_size", "log_prob_max_tokens_per_rank", "log_prob_micro_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Expected {name} to be at least 1 but got {value}.")
+        if self.max_tokens_per_rank is not None and self.log_prob_micro_batch_size is not None:
+            raise ValueError("log_prob_micro_batch_size has no effect with max_tokens_per_rank: set log_prob_max_tokens_per_rank instead.")
+        if self.micro_batch_size is not None and self.log_prob_max_tokens_per_rank is not None:
+            raise ValueError("log_prob_max_tokens_per_rank has no effect with micro_batch_size: set log_prob_micro_batch_size instead.")
+        if self.planner == "per_rank" and not self.balance:
+            raise ValueError("planner='per_rank' balances samples over ranks, but balance is false. Drop one of them.")
+
+    def plan(self, lengths: Sequence[int], meshes: Meshes) -> BatchPlan:
+        """Plan one optimizer step.
+
+        Args:
+            lengths: Tokens of each sample of the mini-batch, known on every rank.
+            meshes: Numbers of data-parallel and sequence-parallel ranks.
+        """
+        return plan_mini_batch(
+            lengths,
+            dp_size=meshes.dp_size,
+            sp_size=meshes.sp_size,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            micro_batch_size=self.micro_batch_size,
+            balance=self.balance,
+            equal_size=self.equal_size,
+            planner=self.planner,
+            oversize=self.oversize,
+            coefficient=self.coefficient,
+            padded=self.padded,
+        )
+
+    def plan_scoring(self, lengths: Sequence[int], samples_per_rank: list[list[int]], meshes: Meshes) -> BatchPlan:
+        """Cut samples that already lie on their ranks for a forward-only pass.
+
+        Args:
+            lengths: Tokens of all samples.
+            samples_per_rank: Samples that each data-parallel rank holds.
+            meshes: Sizes of the mesh.
+        """
+        return recut(
+            lengths,
+            samples_per_rank,
+            max_tokens_per_rank=self.log_prob_max_tokens_per_rank or self.max_tokens_per_rank,
+            micro_batch_size=self.log_prob_micro_batch_size or self.micro_batch_size,
+            sp_size=meshes.sp_size,
+            coefficient=self.coefficient,
+            oversize=self.oversize,
+            padded=self.padded,
+        )
+
+
+def mini_batch_members(num_prompts: int, mini_batch_size: int, *, seed: int, iteration: int, epoch: int) -> list[list[int]]:
+    """Split an iteration's prompts into mini-batches: a seeded shuffle that never looks at lengths.
+
+    Args:
+        num_prompts: Prompts of the iteration.
+        mini_batch_size: Prompts per optimizer step; the last mini-batch holds the rest.
+        seed: Seed of the run.
+        iteration: RL iteration.
+        epoch: PPO epoch within the iteration.
+
+    Returns:
+        Prompt positions of each mini-batch; whole groups, because all rollouts of a prompt follow it.
+
+    Example:
+        >>> sorted(sum(mini_batch_members(5, 2, seed=0, iteration=0, epoch=0), []))
+        [0, 1, 2, 3, 4]
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + iteration * 101 + epoch) % 2**63)
+    order = torch.randperm(num_prompts, generator=generator).tolist()
+    return [order[start : start + mini_batch_size] for start in range(0, num_prompts, mini_batch_size)]

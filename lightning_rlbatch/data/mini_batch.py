@@ -1,0 +1,62 @@
+"""The unit that a Lightning dataloader yields: one optimizer step's samples of this rank, cut into micro-batches."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lightning_rlbatch.functional.packing import PackedBatch
+
+
+class MiniBatch:
+    """One mini-batch as this rank runs it: the same number of micro-batches on every rank.
+
+    A plain class, so that Lightning moves it with ``.to`` and leaves its fields' dtypes alone.
+
+    Args:
+        micro_batches: In the order in which they run. A filler is a micro-batch without a response token.
+        metrics: Plain numbers about the plan, logged with the step; the same on every rank.
+    """
+
+    __slots__ = ("metrics", "micro_batches")
+
+    def __init__(self, micro_batches: Sequence[PackedBatch], metrics: Mapping[str, float] | None = None) -> None:
+        if not micro_batches:
+            raise ValueError("A mini-batch needs at least one micro-batch (a filler, if this rank has no samples).")
+        self.micro_batches = list(micro_batches)
+        self.metrics = dict(metrics or {})
+
+    @classmethod
+    def cut(
+        cls,
+        samples: PackedBatch,
+        micro_batches: Sequence[Sequence[int]],
+        *,
+        sp_size: int = 1,
+        metrics: Mapping[str, float] | None = None,
+    ) -> "MiniBatch":
+        """Cut this rank's samples into micro-batches.
+
+        Args:
+            samples: This rank's samples; may be empty.
+            micro_batches: Positions in ``samples`` for each micro-step; ``[]`` becomes a filler.
+            sp_size: Sequence-parallel size: a filler has a token for every rank of the group.
+            metrics: See the class.
+
+        Returns:
+            The mini-batch.
+        """
+        # Two tokens at least, because the first token of a sample is never scored and the scoring head has to run.
+        filler_tokens = max(2, sp_size)
+        return cls(
+            [samples.select(indices) if indices else PackedBatch.filler(samples.schema, filler_tokens) for indices in micro_batches],
+            metrics,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "MiniBatch":
+        """Return a copy on another device."""
+        return MiniBatch([micro.to(device, non_blocking=non_blocking) for micro in self.micro_batches], self.metrics)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank's micro-batches, fillers included."""
+        return sum(micro.num_tokens for micro in self.micro_batches)

@@ -1,0 +1,80 @@
+"""The prompts of one RL iteration, as every rank holds them."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What this package needs of a tokenizer; every transformers tokenizer has it."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Token that ends a completion."""
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Token that fills rectangles."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+
+
+@dataclasses.dataclass(eq=False)
+class PromptBatch:
+    """Prompts of one iteration or validation pass over ALL ranks; each is answered ``rollouts_per_prompt`` times.
+
+    Attributes:
+        prompts: Texts.
+        prompt_ids: Token ids of each prompt.
+        columns: The other columns of each prompt's row, handed to reward functions.
+        positions: Index of each prompt within its iteration: with ``seed`` and iteration it identifies a rollout's random
+            numbers, so that rolling out a part of an iteration again (after a resume) repeats nothing and skips nothing.
+        rollouts_per_prompt: Group size.
+        max_response_length: Most tokens of one response.
+        tokenizer: Decodes completions for reward functions.
+        seed: Seed of the run.
+    """
+
+    prompts: list[str]
+    prompt_ids: list[list[int]]
+    columns: list[dict[str, Any]]
+    positions: list[int]
+    rollouts_per_prompt: int
+    max_response_length: int
+    tokenizer: Tokenizer
+    seed: int
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        return len(self.prompts)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of rollouts over all ranks."""
+        return len(self) * self.rollouts_per_prompt
+
+    def select(self, indices: Sequence[int]) -> "PromptBatch":
+        """Return some of the prompts, in the given order."""
+        return dataclasses.replace(
+            self,
+            prompts=[self.prompts[i] for i in indices],
+            prompt_ids=[self.prompt_ids[i] for i in indices],
+            columns=[self.columns[i] for i in indices],
+            positions=[self.positions[i] for i in indices],
+        )
+
+
+def contiguous_share(num_items: int, num_parts: int, part: int) -> range:
+    """Return the items of one of ``num_parts`` contiguous shares whose sizes differ by at most one.
+
+    Args:
+        num_items: Items in all; fewer than parts leaves some shares empty.
+        num_parts: Number of shares.
+        part: Which share.
+    """
+    return range(num_items * part // num_parts, num_items * (part + 1) // num_parts)

@@ -1,0 +1,347 @@
+"""The DataModule of RL: prompts in, planned mini-batches of fresh rollouts out."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_rlbatch.data.batching import BatchingOptions, mini_batch_members
+from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.prompts import PromptBatch, Tokenizer
+from lightning_rlbatch.data.store import RolloutStore
+
+PromptSource: TypeAlias = Callable[[], Sequence[Mapping[str, Any]]] | str
+"""A function that returns rows with a ``prompt`` column, or the path of a JSONL file of such rows."""
+
+TokenizerSource: TypeAlias = Callable[[], Any] | str | Any
+"""A class or function that makes the tokenizer, the tokenizer itself, or the folder or hub name of a transformers one."""
+
+
+@runtime_checkable
+class CollectsRollouts(Protocol):
+    """What the loader asks of the module."""
+
+    def collect_rollouts(
+        self, prompts: PromptBatch, iteration: int, mini_batches: Sequence[Sequence[int]], options: BatchingOptions
+    ) -> RolloutStore:
+        """Sample, reward and score the rollouts of one iteration."""
+
+
+@dataclasses.dataclass
+class Position:
+    """Where training stands in its data; independent of rank and world size.
+
+    Attributes:
+        iteration: Current RL iteration.
+        mini_batch: Mini-batches of it that were handed out.
+    """
+
+    iteration: int = 0
+    mini_batch: int = 0
+
+
+class RolloutDataModule(pl.LightningDataModule):
+    """Feed :class:`PPOModule`: every Lightning epoch is one iteration over ``train_batch_size`` prompts.
+
+    The loader shards by itself and works under an untouched ``Trainer``. Its length is
+    ``ppo_epochs * ceil(train_batch_size / mini_batch_size)`` optimizer steps per iteration. Prompts cycle in a new seeded
+    order per pass. Which rollouts form a mini-batch never depends on their lengths.
+
+    Args:
+        train_prompts: Rows with a ``prompt`` column; other columns go to the reward functions.
+        tokenizer: See ``TokenizerSource``.
+        val_prompts: Rows for validation.
+        train_batch_size: Prompts per iteration, over all ranks.
+        mini_batch_size: Prompts per optimizer step, over all ranks; at most ``train_batch_size``. The last one of an
+            iteration may be smaller.
+        rollouts_per_prompt: Responses sampled per prompt (a group).
+        ppo_epochs: Passes over an iteration's rollouts.
+        max_tokens_per_rank: See :class:`BatchingOptions`.
+        micro_batch_size: See :class:`BatchingOptions`.
+        log_prob_max_tokens_per_rank: See :class:`BatchingOptions`.
+        log_prob_micro_batch_size: See :class:`BatchingOptions`.
+        balance: See :class:`BatchingOptions`.
+        equal_size: See :class:`BatchingOptions`.
+        planner: See :class:`BatchingOptions`.
+        oversize: See :class:`BatchingOptions`.
+        workload_coefficient: See :func:`attention_workload`.
+        max_prompt_length: Prompts of more tokens are left out, with a warning that counts them.
+        max_response_length: Most tokens of one response.
+        val_batch_size: Prompts per validation step, over all ranks; None takes all at once.
+        val_rollouts_per_prompt: Responses per validation prompt.
+        seed: Seed of prompt order, mini-batch membership and sampling.
+
+    Raises:
+        ValueError: An option is out of range or contradicts another.
+    """
+
+    def __init__(
+        self,
+        train_prompts: PromptSource,
+        tokenizer: TokenizerSource,
+        *,
+        val_prompts: PromptSource | None = None,
+        train_batch_size: int,
+        mini_batch_size: int,
+        rollouts_per_prompt: int = 1,
+        ppo_epochs: int = 1,
+        max_tokens_per_rank: int | None = None,
+        micro_batch_size: int | None = None,
+        log_prob_max_tokens_per_rank: int | None = None,
+        log_prob_micro_batch_size: int | None = None,
+        balance: bool = True,
+        equal_size: bool = False,
+        planner: Literal["global", "per_rank"] = "global",
+        oversize: Literal["error", "isolate"] = "error",
+        workload_coefficient: int = 24576,
+        max_prompt_length: int = 1024,
+        max_response_length: int = 1024,
+        val_batch_size: int | None = None,
+        val_rollouts_per_prompt: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value in {
+            "train_batch_size": train_batch_size,
+            "mini_batch_size": mini_batch_size,
+            "rollouts_per_prompt": rollouts_per_prompt,
+            "ppo_epochs": ppo_epochs,
+            "max_prompt_length": max_prompt_length,
+            "max_response_length": max_response_length,
+            "val_batch_size": 1 if val_batch_size is None else val_batch_size,
+            "val_rollouts_per_prompt": val_rollouts_per_prompt,
+        }.items():
+            if value < 1:
+                raise ValueError(f"Expected {name} to be at least 1 but got {value}.")
+        if mini_batch_size > train_batch_size:
+            raise ValueError(
+                f"mini_batch_size={mini_batch_size} prompts per optimizer step exceed train_batch_size={train_batch_size} prompts per"
+                " iteration. Lower mini_batch_size, or raise train_batch_size."
+            )
+        self.options = BatchingOptions(
+            max_tokens_per_rank=max_tokens_per_rank,
+            micro_batch_size=micro_batch_size,
+            log_prob_max_tokens_per_rank=log_prob_max_tokens_per_rank,
+            log_prob_micro_batch_size=log_prob_micro_batch_size,
+            balance=balance,
+            equal_size=equal_size,
+            planner=planner,
+            oversize=oversize,
+            coefficient=workload_coefficient,
+        )
+        self.train_source = train_prompts
+        self.val_source = val_prompts
+        self.tokenizer_source = tokenizer
+        self.train_batch_size = train_batch_size
+        self.mini_batch_size = mini_batch_size
+        self.rollouts_per_prompt = rollouts_per_prompt
+        self.ppo_epochs = ppo_epochs
+        self.max_prompt_length = max_prompt_length
+        self.max_response_length = max_response_length
+        self.val_batch_size = val_batch_size
+        self.val_rollouts_per_prompt = val_rollouts_per_prompt
+        self.seed = seed
+        self.position = Position()
+        self._train: PromptBatch | None = None
+        self._val: PromptBatch | None = None
+
+    @override
+    def setup(self, stage: str) -> None:
+        if self._train is None:
+            self.tokenizer = load_tokenizer(self.tokenizer_source)
+            self._check_budget()
+            self._train = self._read(self.train_source, self.rollouts_per_prompt, "train_prompts")
+            if self.val_source is not None:
+                self._val = self._read(self.val_source, self.val_rollouts_per_prompt, "val_prompts")
+
+    def _check_budget(self) -> None:
+        strategy = self.trainer.strategy if self.trainer is not None else None
+        sp_size = getattr(strategy, "sequence_parallel_size", 1)
+        longest = self.max_prompt_length + self.max_response_length
+        for name in ("max_tokens_per_rank", "log_prob_max_tokens_per_rank"):
+            budget = getattr(self.options, name)
+            if budget is not None and self.options.oversize == "error" and budget * sp_size < longest:
+                raise ValueError(
+                    f"A sample may have {longest} tokens (max_prompt_length={self.max_prompt_length} + max_response_length="
+                    f"{self.max_response_length}) but a micro-batch holds {budget * sp_size} ({name}={budget} x sequence_parallel_size="
+                    f"{sp_size}). Raise the budget or sequence_parallel_size, lower the lengths, or set oversize='isolate'."
+                )
+
+    def _read(self, source: PromptSource, rollouts_per_prompt: int, name: str) -> PromptBatch:
+        rows = read_rows(source, name)
+        prompts = [str(row["prompt"]) for row in rows]
+        prompt_ids = [list(self.tokenizer.encode(prompt)) for prompt in prompts]
+        kept = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= self.max_prompt_length]
+        if len(kept) < len(rows):
+            rank_zero_warn(
+                f"{len(rows) - len(kept)} of {len(rows)} rows of {name} are left out: empty, or more than"
+                f" max_prompt_length={self.max_prompt_length} tokens."
+            )
+        if not kept:
+            raise ValueError(f"No row of {name} is left within max_prompt_length={self.max_prompt_length} tokens. Raise it.")
+        return PromptBatch(
+            prompts=[prompts[index] for index in kept],
+            prompt_ids=[prompt_ids[index] for index in kept],
+            columns=[{key: value for key, value in rows[index].items() if key != "prompt"} for index in kept],
+            positions=list(range(len(kept))),
+            rollouts_per_prompt=rollouts_per_prompt,
+            max_response_length=self.max_response_length,
+            tokenizer=self.tokenizer,
+            seed=self.seed,
+        )
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps per PPO epoch."""
+        return -(-self.train_batch_size // self.mini_batch_size)
+
+    def iteration_prompts(self, iteration: int) -> PromptBatch:
+        """Return the prompts of an iteration: the next ``train_batch_size`` of an endless sequence of seeded passes.
+
+        Args:
+            iteration: Number of the iteration.
+        """
+        assert self._train is not None
+        size = len(self._train)
+        first = iteration * self.train_batch_size
+        chosen = []
+        orders: dict[int, list[int]] = {}
+        for index in range(first, first + self.train_batch_size):
+            passes, place = divmod(index, size)
+            if passes not in orders:
+                generator = torch.Generator().manual_seed((self.seed * 7_368_787 + passes) % 2**63)
+                orders[passes] = torch.randperm(size, generator=generator).tolist()
+            chosen.append(orders[passes][place])
+        return dataclasses.replace(self._train.select(chosen), positions=list(range(len(chosen))))
+
+    @override
+    def train_dataloader(self) -> "RolloutLoader":
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        if not isinstance(module, CollectsRollouts):
+            raise TypeError(f"RolloutDataModule needs a module with collect_rollouts, such as PPOModule, but got {type(module).__name__}.")
+        return RolloutLoader(self, module, dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True)))
+
+    @override
+    def val_dataloader(self) -> list[PromptBatch] | list[Any]:
+        if self._val is None:
+            return []
+        size = self.val_batch_size or len(self._val)
+        return [self._val.select(range(start, min(start + size, len(self._val)))) for start in range(0, len(self._val), size)]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self.position), "prompt_epoch": self.position.iteration * self.train_batch_size // len(self._train or [0])}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = Position(iteration=state_dict["iteration"], mini_batch=state_dict["mini_batch"])
+
+
+class RolloutLoader:
+    """Hands out one iteration per pass; collects its rollouts when the first mini-batch is asked for.
+
+    It has a length, so Lightning does not fetch ahead (rollouts would be one optimizer step stale), and no state of its own:
+    the position lives in the data module, advanced before each mini-batch leaves, so that a checkpoint taken after a step
+    points behind it.
+
+    Args:
+        data: The data module.
+        module: What collects rollouts.
+        options: How to cut.
+    """
+
+    def __init__(self, data: RolloutDataModule, module: CollectsRollouts, options: BatchingOptions) -> None:
+        self._data = data
+        self._module = module
+        self._options = options
+
+    def __len__(self) -> int:
+        """Return the optimizer steps per iteration, the same for every iteration."""
+        return self._data.ppo_epochs * self._data.num_mini_batches
+
+    def __iter__(self) -> Iterator[MiniBatch]:
+        """Yield the mini-batches that the current iteration still owes."""
+        data, position = self._data, self._data.position
+        iteration, first = position.iteration, position.mini_batch
+        members = [
+            part
+            for epoch in range(data.ppo_epochs)
+            for part in mini_batch_members(data.train_batch_size, data.mini_batch_size, seed=data.seed, iteration=iteration, epoch=epoch)
+        ]
+        if first:
+            rank_zero_warn(
+                f"Resuming inside iteration {iteration}: the prompts of its remaining {len(members) - first} mini-batches are rolled out"
+                " again with the restored policy. Statistics over the whole iteration (whitening) see these prompts only."
+            )
+        remaining = members[first:]
+        needed = sorted({prompt for part in remaining for prompt in part})
+        place = {prompt: index for index, prompt in enumerate(needed)}
+        batches = [[place[prompt] for prompt in part] for part in remaining]
+        placed = _first_uses(batches)
+        store = self._module.collect_rollouts(data.iteration_prompts(iteration).select(needed), iteration, placed, self._options)
+        for offset, part in enumerate(batches, start=1):
+            position.mini_batch = first + offset
+            if position.mini_batch == len(members):
+                position.iteration, position.mini_batch = iteration + 1, 0
+            yield store.mini_batch(store.table.ids_of_prompts(part))
+
+
+def _first_uses(batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return mini-batches that hold every prompt exactly once: the leading ones without repetition, and one of all others."""
+    seen: set[int] = set()
+    leading: list[list[int]] = []
+    for part in batches:
+        if seen.intersection(part):
+            break
+        seen.update(part)
+        leading.append(list(part))
+    others = sorted({prompt for part in batches for prompt in part} - seen)
+    return [*leading, others] if others else leading
+
+
+def read_rows(source: PromptSource, name: str) -> list[dict[str, Any]]:
+    """Read prompt rows.
+
+    Args:
+        source: See ``PromptSource``.
+        name: Option to name in errors.
+
+    Raises:
+        ValueError: No rows, a row that is no JSON object, or one without a ``prompt``.
+    """
+    if isinstance(source, str):
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(f"{name} is {source!r}, which is neither a function nor an existing file.")
+        rows: list[Any] = []
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{name}: line {number} of {source} is not JSON ({error}).") from None
+    else:
+        rows = list(source())
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping) or "prompt" not in row:
+            raise ValueError(f"{name}: row {number} must be an object with a 'prompt' but is {str(row)[:80]!r}.")
+    if not rows:
+        raise ValueError(f"{name} has no rows.")
+    return [dict(row) for row in rows]
+
+
+def load_tokenizer(source: TokenizerSource) -> Tokenizer:
+    """Return the tokenizer that was configured; see ``TokenizerSource``."""
+    if isinstance(source, str):
+        from transformers import AutoTokenizer
+
+        return cast(Tokenizer, AutoTokenizer.from_pretrained(source))
+    # transformers' tokenizers are callable themselves
+    is_tokenizer = hasattr(source, "encode") and not isinstance(source, type)
+    return cast(Tokenizer, source if is_tokenizer else cast(Callable[[], Any], source)())

@@ -1,0 +1,146 @@
+"""The DataModule of supervised fine-tuning: any map-style dataset of token ids, in planned mini-batches."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.indices import PlannedIndices
+from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.sampler import TokenBudgetSampler
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.strategies.access import meshes_of
+
+
+DatasetSource: TypeAlias = Callable[[], Any] | Any
+"""A map-style dataset, or a function that makes one. A sample is a mapping with ``input_ids`` [L] integers and ``response_mask`` [L],
+True where a token is trained on; the same for the same index on every rank."""
+
+
+class MiniBatchDataset(Dataset[MiniBatch]):
+    """Turn the items of a :class:`TokenBudgetSampler` into mini-batches.
+
+    Args:
+        samples: Dataset of single samples.
+        sp_size: Sequence-parallel size, for the size of fillers.
+    """
+
+    def __init__(self, samples: Any, *, sp_size: int = 1) -> None:
+        self.samples = samples
+        self.sp_size = sp_size
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples)
+
+    def __getitem__(self, item: PlannedIndices) -> MiniBatch:
+        """Return this rank's micro-batches of one mini-batch."""
+        metrics = {f"balance/{name}": value for name, value in item.plan.metrics().items()}
+        indices = [index for bucket in item.micro_batches for index in bucket]
+        if not indices:
+            empty = PackedBatch.empty(PackedBatch.from_samples([self.samples[0]]).schema)
+            return MiniBatch.cut(empty, item.micro_batches, sp_size=self.sp_size, metrics=metrics)
+        packed = PackedBatch.from_samples([self.samples[index] for index in indices])
+        place = iter(range(len(indices)))
+        micro_batches = [[next(place) for _ in bucket] for bucket in item.micro_batches]
+        return MiniBatch.cut(packed, micro_batches, sp_size=self.sp_size, metrics=metrics)
+
+
+class SFTDataModule(pl.LightningDataModule):
+    """Feed :class:`SFTModule`: one Lightning batch is one optimizer step on ``mini_batch_size`` samples over all ranks.
+
+    Args:
+        train_dataset: Dataset of samples, or a function that makes it.
+        val_dataset: The same for validation.
+        mini_batch_size: Samples per optimizer step, over all ranks.
+        max_tokens_per_rank: See :class:`BatchingOptions`.
+        micro_batch_size: See :class:`BatchingOptions`.
+        balance: See :class:`BatchingOptions`.
+        equal_size: See :class:`BatchingOptions`.
+        planner: See :class:`BatchingOptions`.
+        oversize: See :class:`BatchingOptions`.
+        workload_coefficient: See :func:`attention_workload`.
+        num_workers: Worker processes that collate.
+        seed: Seed of the shuffle.
+    """
+
+    def __init__(
+        self,
+        train_dataset: DatasetSource,
+        *,
+        val_dataset: DatasetSource | None = None,
+        mini_batch_size: int,
+        max_tokens_per_rank: int | None = None,
+        micro_batch_size: int | None = None,
+        balance: bool = True,
+        equal_size: bool = False,
+        planner: Literal["global", "per_rank"] = "global",
+        oversize: Literal["error", "isolate"] = "error",
+        workload_coefficient: int = 24576,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if mini_batch_size < 1:
+            raise ValueError(f"Expected mini_batch_size to be at least 1 but got {mini_batch_size}.")
+        self.options = BatchingOptions(
+            max_tokens_per_rank=max_tokens_per_rank,
+            micro_batch_size=micro_batch_size,
+            balance=balance,
+            equal_size=equal_size,
+            planner=planner,
+            oversize=oversize,
+            coefficient=workload_coefficient,
+        )
+        self.train_source = train_dataset
+        self.val_source = val_dataset
+        self.mini_batch_size = mini_batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self._loaded: dict[str, tuple[Any, list[int], list[int]]] = {}
+
+    @override
+    def setup(self, stage: str) -> None:
+        for name, source in (("train", self.train_source), ("val", self.val_source)):
+            if source is not None and name not in self._loaded:
+                dataset: Any = source if hasattr(source, "__getitem__") else source()
+                samples = [dataset[index] for index in range(len(dataset))]
+                scored = [int(torch.as_tensor(sample["response_mask"]).sum()) for sample in samples]
+                self._loaded[name] = (dataset, [len(sample["input_ids"]) for sample in samples], scored)
+
+    def _loader(self, name: str, *, shuffle: bool) -> DataLoader[MiniBatch]:
+        dataset, lengths, num_tokens = self._loaded[name]
+        assert self.trainer is not None
+        meshes, options = meshes_of(self.trainer), self.options
+        sampler = TokenBudgetSampler(
+            lengths,
+            mini_batch_size=self.mini_batch_size,
+            max_tokens_per_rank=options.max_tokens_per_rank,
+            micro_batch_size=options.micro_batch_size,
+            dp_size=meshes.dp_size,
+            dp_rank=meshes.dp_rank,
+            sp_size=meshes.sp_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            balance=options.balance,
+            equal_size=options.equal_size,
+            planner=options.planner,
+            coefficient=options.coefficient,
+            oversize=options.oversize,
+            padded=not getattr(self.trainer.lightning_module, "remove_padding", True),
+            num_tokens=num_tokens,
+        )
+        batches = MiniBatchDataset(dataset, sp_size=meshes.sp_size)
+        return DataLoader(batches, sampler=sampler, batch_size=None, num_workers=self.num_workers)
+
+    @override
+    def train_dataloader(self) -> DataLoader[MiniBatch]:
+        return self._loader("train", shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[MiniBatch] | list[Any]:
+        return self._loader("val", shuffle=False) if "val" in self._loaded else []

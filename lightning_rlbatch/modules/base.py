@@ -1,0 +1,257 @@
+"""Manual optimization of one planned mini-batch per training step."""
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.distributed.mesh import Meshes
+from lightning_rlbatch.distributed.reductions import all_reduce_sums, gradient_scale
+from lightning_rlbatch.functional.aggregation import Denominators
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.strategies.access import averages_over, meshes_of
+
+OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
+LRSchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+def default_optimizer(parameters: Iterable[Any]) -> Optimizer:
+    """Return AdamW with a learning rate for fine-tuning a pretrained model, 1e-6."""
+    return torch.optim.AdamW(parameters, lr=1e-6)
+
+
+@dataclasses.dataclass
+class MicroBatchOutput:
+    """What a module computes from one micro-batch.
+
+    Attributes:
+        loss: 0-d: this micro-batch's summed terms divided by GLOBAL denominators of the mini-batch.
+        sums: Metric name to (numerator, denominator) of this micro-batch. Both are summed over micro-batches and
+            data-parallel ranks before they are divided, so no metric depends on the cut.
+    """
+
+    loss: Tensor
+    sums: dict[str, tuple[Tensor | float, Tensor | float]] = dataclasses.field(default_factory=dict)
+
+
+class RLBatchModule(pl.LightningModule):
+    """Run the micro-batches of a mini-batch, then one optimizer step: one Lightning batch = one ``global_step``.
+
+    A subclass builds its models in :meth:`build_models` and defines :meth:`micro_batch_step`. The gradient is the same
+    for any cut, any number of ranks and any sequence-parallel size, because losses are sums over global denominators.
+
+    A step whose gradient is not finite, or whose mini-batch has nothing to train on, is skipped on all ranks: Lightning
+    counts it, ``train/skipped_steps`` is 1, and parameters, optimizer states and learning rate stay as they are.
+
+    Args:
+        optimizer: Makes the optimizer from parameter groups, for example ``torch.optim.AdamW`` with its ``init_args``.
+        lr_scheduler: Makes a scheduler that advances once per optimizer step.
+        max_grad_norm: Largest gradient norm per role (policy, critic, ...); None leaves gradients alone. Replaces
+            ``Trainer(gradient_clip_val=...)``, which Lightning refuses under manual optimization.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizer: OptimizerFactory = default_optimizer,
+        lr_scheduler: LRSchedulerFactory | None = None,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        super().__init__()
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"Expected max_grad_norm to be positive but got {max_grad_norm}. Pass None to switch clipping off.")
+        self.automatic_optimization = False
+        self.optimizer_factory = optimizer
+        self.lr_scheduler_factory = lr_scheduler
+        self.max_grad_norm = max_grad_norm
+        self.loss_norm_constant: float | None = None
+        self._built = False
+        self._step_metrics: dict[str, float] = {}
+        self._empty_step = False
+        self._skipped = False
+
+    # -- for subclasses --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build_models(self) -> None:
+        """Create the models as attributes; called once, before they are sharded."""
+
+    @abstractmethod
+    def micro_batch_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
+        """Return loss and metric sums of one micro-batch.
+
+        Args:
+            micro_batch: Samples of this rank; a filler has no response token, and every model must run on it all the same.
+            denominators: Counts of the whole mini-batch over all data-parallel ranks.
+        """
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups, each with a ``name``: the role whose gradient norm is clipped and logged."""
+        return [{"name": "policy", "params": [parameter for parameter in self.parameters() if parameter.requires_grad]}]
+
+    def score_mask(self, micro_batch: PackedBatch) -> Tensor:
+        """Return the tokens that the loss counts, ``[T]`` bool."""
+        return micro_batch["response_mask"]
+
+    # -- Lightning ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def meshes(self) -> Meshes:
+        """Groups and sizes of this run, whatever the strategy."""
+        return meshes_of(self.trainer)
+
+    @override
+    def configure_model(self) -> None:
+        if not self._built:
+            self._check_trainer()
+            self.build_models()
+            self._built = True
+
+    def _check_trainer(self) -> None:
+        if isinstance(self.trainer.strategy, (DDPStrategy, SingleDeviceStrategy)) or hasattr(self.trainer.strategy, "meshes"):
+            return
+        raise MisconfigurationException(
+            f"{type(self).__name__} runs under RLBatchFSDPStrategy ('rlbatch_fsdp'), DDP or one device, but the Trainer has"
+            f" {type(self.trainer.strategy).__name__}. Pass strategy='rlbatch_fsdp'."
+        )
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer_factory(self.optimizer_groups())
+        if self.lr_scheduler_factory is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler_factory(optimizer)}
+
+    @override
+    def training_step(self, batch: MiniBatch, batch_idx: int) -> None:  # type: ignore[override]
+        if not isinstance(batch, MiniBatch):
+            raise TypeError(
+                f"{type(self).__name__} trains on MiniBatch objects but the dataloader yielded {type(batch).__name__}."
+                " Use RolloutDataModule, ReplayDataModule or SFTDataModule, or yield MiniBatch from your own loader."
+            )
+        denominators = self.count(batch)
+        scale = gradient_scale(self.meshes, averages_over(self.trainer))
+        sums: dict[str, Tensor | float] = {}
+        last = len(batch.micro_batches) - 1
+        for index, micro_batch in enumerate(batch.micro_batches):
+            with nullcontext() if index == last else self._deferred_gradient_sync():
+                output = self.micro_batch_step(micro_batch, denominators)
+                self.manual_backward(output.loss * scale)
+            accumulate(sums, {"train/loss": (output.loss.detach(), 0.0), **output.sums})
+        self._empty_step = denominators.num_tokens == 0
+        self._optimizer_step()
+        self._log_step(sums, batch, denominators)
+
+    def count(self, batch: MiniBatch) -> Denominators:
+        """Count tokens and sequences of the whole mini-batch: one small all-reduce over data-parallel ranks.
+
+        Args:
+            batch: This rank's part.
+
+        Returns:
+            Global counts; fillers and fully masked samples are in none of them.
+        """
+        local = [Denominators.local(self.score_mask(micro), micro.cu_seqlens) for micro in batch.micro_batches]
+        counts = torch.stack([piece.counts() for piece in local]).sum(0)
+        totals = all_reduce_sums({"num_tokens": counts[0], "num_sequences": counts[1]}, self.meshes.dp_group)
+        return Denominators(totals["num_tokens"], totals["num_sequences"], self.loss_norm_constant)
+
+    def _deferred_gradient_sync(self) -> AbstractContextManager[Any]:
+        strategy = self.trainer.strategy
+        return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
+
+    # -- optimizer step ------------------------------------------------------------------------------------------------------
+
+    def _optimizer_step(self) -> None:
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        optimizer.step()  # calls on_before_optimizer_step after a loss scaler has unscaled the gradients
+        optimizer.zero_grad(set_to_none=True)
+        scheduler = self.lr_schedulers()
+        if scheduler is not None and not self._skipped:
+            assert isinstance(scheduler, LRScheduler)
+            scheduler.step()
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Clip per role; leave no gradient behind if the step must not happen.
+
+        Norms are global (FSDP reduces them, DDP ranks hold equal gradients), so all ranks decide alike. Optimizers pass over
+        parameters without a gradient, which makes the skipped step a step that never was; zero gradients would still move AdamW.
+        """
+        metrics = {"train/lr": float(optimizer.param_groups[0]["lr"])}
+        finite = True
+        for group in optimizer.param_groups:
+            norm = self._clip(group["params"])
+            metrics[f"train/grad_norm/{group.get('name', 'parameters')}"] = norm
+            finite = finite and math.isfinite(norm)
+        self._skipped = self._empty_step or not finite
+        if self._empty_step:
+            rank_zero_warn("A mini-batch has no token to train on, on any rank: the step is skipped.")
+        elif not finite:
+            rank_zero_warn("The gradient norm is not finite: the step is skipped on all ranks (train/skipped_steps counts them).")
+        if self._skipped:
+            optimizer.zero_grad(set_to_none=True)
+        metrics["train/skipped_steps"] = float(self._skipped)
+        self._step_metrics = metrics
+
+    def _clip(self, parameters: list[Tensor]) -> float:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        return float(norm)
+
+    # -- metrics -------------------------------------------------------------------------------------------------------------
+
+    def _log_step(self, sums: dict[str, Tensor | float], batch: MiniBatch, denominators: Denominators) -> None:
+        totals = all_reduce_sums(sums, self.meshes.dp_group)
+        metrics = ratios(totals)
+        metrics["train/loss"] = totals["train/loss\0numerator"]  # already divided by global denominators
+        metrics |= {"train/num_tokens": float(denominators.num_tokens), "train/num_sequences": float(denominators.num_sequences)}
+        metrics |= self._step_metrics | batch.metrics
+        self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1, sync_dist=False)
+        self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, batch_size=1)
+
+
+def accumulate(totals: dict[str, Tensor | float], sums: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
+    """Add one micro-batch's numerators and denominators to the totals of a mini-batch, in place.
+
+    Args:
+        totals: Running sums; made from here, to be reduced over ranks and handed to :func:`ratios`.
+        sums: Metric name to (numerator, denominator).
+    """
+    for name, (numerator, denominator) in sums.items():
+        for kind, value in (("numerator", numerator), ("denominator", denominator)):
+            key = f"{name}\0{kind}"
+            detached = value.detach() if isinstance(value, Tensor) else value
+            totals[key] = totals[key] + detached if key in totals else detached
+
+
+def ratios(totals: Mapping[str, float]) -> dict[str, float]:
+    """Divide summed numerators by summed denominators; a metric whose denominator is 0 is left out.
+
+    Args:
+        totals: What :func:`accumulate` made, summed over ranks.
+
+    Returns:
+        Metric name to value.
+    """
+    names = [key.removesuffix("\0numerator") for key in totals if key.endswith("\0numerator")]
+    return {name: totals[f"{name}\0numerator"] / totals[f"{name}\0denominator"] for name in names if totals[f"{name}\0denominator"] != 0}

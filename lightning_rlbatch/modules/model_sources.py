@@ -1,0 +1,58 @@
+"""Turn what a user configures as a model into a transformers model."""
+
+import copy
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+ModelSource: TypeAlias = Callable[[], PreTrainedModel] | str
+"""A function without arguments that makes the model, or the folder or hub name of a pretrained one."""
+
+
+def load_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Make a model.
+
+    Args:
+        source: See ``ModelSource``.
+        dtype: Dtype of the trained (master) weights of a pretrained model.
+
+    Returns:
+        A model in training mode whose configuration nobody else shares.
+
+    Raises:
+        TypeError: The function returned something else than a transformers model.
+    """
+    if isinstance(source, str):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    else:
+        model = source()
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"Expected the model source to make a transformers PreTrainedModel but got {type(model).__name__}.")
+    model.config = copy.deepcopy(model.config)  # two models made from one config object would switch attention together
+    return cast(PreTrainedModel, model.train())
+
+
+def disable_dropout(model: nn.Module) -> list[str]:
+    """Set every dropout probability inside a model to 0, in place.
+
+    Log-probs of two passes over the same tokens would differ with dropout, and the first probability ratio would not be 1.
+
+    Args:
+        model: Any module; transformers' attention reads probabilities from attributes, other layers from ``nn.Dropout``.
+
+    Returns:
+        Names of the modules that had a probability above 0.
+    """
+    changed = []
+    for name, module in model.named_modules():
+        attributes = [key for key, value in vars(module).items() if "dropout" in key and isinstance(value, float) and value > 0]
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            attributes.append("p")
+        for attribute in attributes:
+            setattr(module, attribute, 0.0)
+        if attributes:
+            changed.append(name)
+    return changed

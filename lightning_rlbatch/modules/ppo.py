@@ -1,0 +1,316 @@
+"""RL post-training of a language model: collect rollouts, then update on planned mini-batches."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.prompts import PromptBatch
+from lightning_rlbatch.data.store import RolloutStore
+from lightning_rlbatch.distributed.reductions import all_gather_rows, all_reduce_sums
+from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES, AggregationMode, Denominators, aggregate
+from lightning_rlbatch.functional import GRPO, AdvantageEstimator, PolicyLoss, PPOClip
+from lightning_rlbatch.functional.kl import kl_penalty
+from lightning_rlbatch.functional.losses import policy_loss
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.functional.peers import Peers
+from lightning_rlbatch.functional.value import value_loss
+from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.modules.base import LRSchedulerFactory, MicroBatchOutput, OptimizerFactory, RLBatchModule, default_optimizer
+from lightning_rlbatch.modules.collection import VALIDATION_STREAM, RolloutCollector, reward_metrics, sync_weights
+from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, load_model
+from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards
+from lightning_rlbatch.rollout.engine import RolloutEngine, SamplingParams
+from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
+
+
+class PPOModule(RLBatchModule):
+    """Train a causal LM with PPO, GRPO and their kin.
+
+    One Lightning epoch is one iteration: :meth:`collect_rollouts` (called by the data module's loader) samples, rewards,
+    scores and exchanges rollouts; then each ``training_step`` is one optimizer step on one mini-batch. Every stage is a
+    method to override: :meth:`compute_rewards`, :meth:`compute_advantages`, :meth:`policy_terms`, ...
+
+    Args:
+        policy: Model to train: a function that makes it, or the folder or hub name of a pretrained one.
+        reward_functions: Functions ``reward(prompts, completions, **columns) -> list[float | None]``.
+        reward_weights: Weight of each function; 1 each by default.
+        advantage: Estimator of advantages; :class:`GAE` needs a ``critic``.
+        policy_loss: Per-token loss of the policy.
+        loss_aggregation: How token terms become a loss; see ``aggregate``.
+        loss_norm_constant: Divisor of ``seq-mean-token-sum-norm``, for example the largest response length.
+        entropy_coefficient: Weight of the entropy bonus.
+        kl_coefficient: Weight of the KL penalty to the reference model; above 0 a frozen copy of the policy is kept.
+        kl_kind: Estimator of the penalty: ``k1``, ``k2``, ``k3``, ``abs``.
+        critic: Model of the value function, same forms as ``policy``; a value head is added to it.
+        critic_lr: Learning rate of the critic's parameter group; None takes the optimizer's.
+        value_coefficient: Weight of the value loss.
+        value_clip: Clip of values around the old ones; None does not clip.
+        temperature: Sampling temperature; log-probs are computed at it too.
+        top_k: Sample among the ``top_k`` likeliest tokens; 0 switches it off.
+        top_p: Sample among the likeliest tokens of this total probability; 1 switches it off.
+        validation_temperature: Temperature of validation; 0 is greedy. None takes ``temperature``.
+        max_rollout_batch_size: Most sequences that decode together on a rank.
+        remove_padding: False pads each micro-batch to its longest sample instead of packing it; the numbers are the same.
+        optimizer: See :class:`RLBatchModule`.
+        lr_scheduler: See :class:`RLBatchModule`.
+        max_grad_norm: See :class:`RLBatchModule`.
+
+    Raises:
+        ValueError: Options that contradict each other.
+    """
+
+    def __init__(
+        self,
+        policy: ModelSource,
+        reward_functions: list[RewardFunction],
+        *,
+        reward_weights: list[float] | None = None,
+        advantage: AdvantageEstimator = GRPO(),
+        policy_loss: PolicyLoss = PPOClip(),
+        loss_aggregation: AggregationMode = "token-mean",
+        loss_norm_constant: float | None = None,
+        entropy_coefficient: float = 0.0,
+        kl_coefficient: float = 0.0,
+        kl_kind: str = "k3",
+        critic: ModelSource | None = None,
+        critic_lr: float | None = None,
+        value_coefficient: float = 0.5,
+        value_clip: float | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        validation_temperature: float | None = None,
+        max_rollout_batch_size: int | None = None,
+        remove_padding: bool = True,
+        optimizer: OptimizerFactory = default_optimizer,
+        lr_scheduler: LRSchedulerFactory | None = None,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler, max_grad_norm=max_grad_norm)
+        if not reward_functions:
+            raise ValueError("Expected at least one reward function. Pass reward_functions=[my_reward].")
+        if reward_weights is not None and len(reward_weights) != len(reward_functions):
+            raise ValueError(f"Got {len(reward_weights)} reward_weights for {len(reward_functions)} reward_functions. Pass one weight each.")
+        if advantage.needs_values and critic is None:
+            raise ValueError(
+                f"The advantage {type(advantage).__name__} needs values. Set critic=... (for example the same source as policy), or use GRPO()."
+            )
+        if temperature <= 0:
+            raise ValueError(f"Expected temperature to be positive but got {temperature}: rollouts to learn from must be sampled.")
+        if loss_aggregation not in AGGREGATION_MODES:
+            raise ValueError(f"Expected loss_aggregation to be one of {AGGREGATION_MODES} but got {loss_aggregation!r}.")
+        if (loss_aggregation == "seq-mean-token-sum-norm") != (loss_norm_constant is not None):
+            raise ValueError(
+                "loss_norm_constant belongs to loss_aggregation='seq-mean-token-sum-norm': "
+                f"got {loss_aggregation!r} with loss_norm_constant={loss_norm_constant}."
+            )
+        self.policy_source = policy
+        self.reward_functions = reward_functions
+        self.reward_weights = reward_weights or [1.0] * len(reward_functions)
+        self.advantage = advantage
+        self.policy_loss = policy_loss
+        self.loss_aggregation = loss_aggregation
+        self.loss_norm_constant = loss_norm_constant
+        self.entropy_coefficient = entropy_coefficient
+        self.kl_coefficient = kl_coefficient
+        self.kl_kind = kl_kind
+        self.critic_source = critic
+        self.critic_lr = critic_lr
+        self.value_coefficient = value_coefficient
+        self.value_clip = value_clip
+        self.sampling_options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self.temperature = temperature
+        self.validation_temperature = temperature if validation_temperature is None else validation_temperature
+        self.max_rollout_batch_size = max_rollout_batch_size
+        self.remove_padding = remove_padding
+        self._collection_metrics: dict[str, float] = {}
+        self._validation_sums: dict[str, float] = {}
+
+    # -- models ----------------------------------------------------------------------------------------------------------------
+
+    @override
+    def build_models(self) -> None:
+        model = load_model(self.policy_source)
+        changed = disable_dropout(model)
+        if changed:
+            rank_zero_warn(f"Dropout of the policy was set to 0 in {len(changed)} modules: with it the first probability ratio is not 1.")
+        self.rollout_engine = self.build_engine(model)
+        # Outside the module tree, else the frozen copy would be half of every checkpoint.
+        self._frozen: list[nn.Module] = []
+        if self.kl_coefficient > 0:
+            self._frozen.append(self._scorer(load_model(self.policy_source)).requires_grad_(False).eval())
+        self.policy = self._scorer(model)
+        self.critic = None
+        if self.critic_source is not None:
+            critic = load_model(self.critic_source)
+            disable_dropout(critic)
+            self.critic = self._scorer(critic, value_head=True)
+
+    def _scorer(self, model: nn.Module, *, value_head: bool = False) -> TokenScorer:
+        return TokenScorer(model, value_head=value_head, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group)
+
+    def build_engine(self, model: nn.Module) -> RolloutEngine:
+        """Return the engine that samples rollouts; it keeps a whole copy of the policy of its own.
+
+        Args:
+            model: The policy before it is sharded.
+        """
+        return TransformersEngine.from_model(model, pad_token_id=0, max_batch_size=self.max_rollout_batch_size)
+
+    def unregistered_modules(self) -> Sequence[nn.Module]:
+        """Return the frozen models, for the strategy to shard."""
+        return self._frozen
+
+    @property
+    def reference(self) -> TokenScorer | None:
+        """The frozen reference policy, or None if nothing needs one."""
+        return self._frozen[0] if self._frozen else None  # type: ignore[return-value]  # only scorers are put there
+
+    @override
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = [{"name": "policy", "params": list(self.policy.parameters())}]
+        if self.critic is not None:
+            groups.append({"name": "critic", "params": list(self.critic.parameters())})
+            if self.critic_lr is not None:
+                groups[-1]["lr"] = self.critic_lr
+        return groups
+
+    # -- collection --------------------------------------------------------------------------------------------------------------
+
+    def collect_rollouts(self, prompts: PromptBatch, iteration: int, mini_batches: Sequence[Sequence[int]], options: BatchingOptions) -> RolloutStore:
+        """Sample, reward, exchange and score the rollouts of one iteration; collective over all ranks.
+
+        Args:
+            prompts: Prompts of the iteration, the same on every rank.
+            iteration: Number of the iteration, for the random numbers.
+            mini_batches: Prompt indices of each mini-batch of the first epoch.
+            options: How samples are cut.
+
+        Returns:
+            This rank's rollouts with old log-probs and advantages.
+        """
+        store, self._collection_metrics = RolloutCollector(self, prompts, iteration).run(mini_batches, options)
+        return store
+
+    def sampling(self, prompts: PromptBatch, *, temperature: float | None = None) -> SamplingParams:
+        """Return how completions of these prompts are drawn."""
+        eos = prompts.tokenizer.eos_token_id
+        options = self.sampling_options | ({} if temperature is None else {"temperature": temperature})
+        return SamplingParams(max_new_tokens=prompts.max_response_length, stop_token_ids=() if eos is None else (eos,), **options)
+
+    def compute_rewards(
+        self,
+        *,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> tuple[list[float], dict[str, list[float]]]:
+        """Return the reward of each of this rank's completions, and each function's own rewards by name.
+
+        Called without collectives around it: raise freely, every rank will raise.
+
+        Args:
+            prompts: Text per completion.
+            completions: Text per completion.
+            completion_ids: Sampled tokens per completion.
+            columns: Other columns of the prompts' rows.
+        """
+        return call_rewards(
+            self.reward_functions,
+            self.reward_weights,
+            prompts=prompts,
+            completions=completions,
+            completion_ids=completion_ids,
+            columns=columns,
+        )
+
+    def compute_advantages(self, store: RolloutStore) -> dict[str, Tensor]:
+        """Return the per-token fields ``advantages`` and, with a critic, ``returns`` of this rank's samples.
+
+        Args:
+            store: Rollouts with rewards of all ranks in its table, and this rank's values.
+        """
+        samples = store.samples
+        peers = Peers(gather=lambda rows: all_gather_rows(rows, self.meshes.dp_group), rank=self.meshes.dp_rank)
+        result = self.advantage(
+            samples["reward"].to(torch.float32),
+            store.group_ids.to(samples.device),
+            samples["response_mask"],
+            samples.cu_seqlens,
+            values=samples["values"] if self.critic is not None else None,
+            peers=peers,
+        )
+        return {"advantages": result.advantages, "returns": result.returns}
+
+    # -- update ------------------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, batch: MiniBatch, batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+        if self._collection_metrics:
+            self.log_dict(self._collection_metrics, batch_size=1)
+            self._collection_metrics = {}
+
+    @override
+    def micro_batch_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
+        mask, cu_seqlens = self.score_mask(micro_batch), micro_batch.cu_seqlens
+        scores = self.policy(micro_batch, temperature=self.temperature, with_entropy=True)
+        loss, metrics = self.policy_terms(micro_batch, scores.log_probs, scores.entropy)
+        total = aggregate(loss, mask, cu_seqlens, self.loss_aggregation, denominators)
+        if self.critic is not None:
+            values = self.critic(micro_batch, with_log_probs=False, with_values=True).values
+            terms = value_loss(values, micro_batch["values"], micro_batch["returns"], mask, clip=self.value_clip)
+            total = total + self.value_coefficient * aggregate(terms.terms, mask, cu_seqlens, self.loss_aggregation, denominators)
+            metrics |= {"value/loss": terms.terms} | {f"value/{name}": value for name, value in terms.metrics.items()}
+        tokens = mask.sum()
+        sums = {name: (torch.where(mask, value.detach(), 0).sum(), tokens) for name, value in metrics.items()}
+        return MicroBatchOutput(total, dict(sums))
+
+    def policy_terms(self, micro_batch: PackedBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the policy's per-token loss terms, and per-token metrics to average over all response tokens.
+
+        Args:
+            micro_batch: Samples with ``old_log_probs``, ``advantages`` and, with a reference, ``ref_log_probs``.
+            log_probs: ``[T]``, differentiable.
+            entropy: ``[T]``, differentiable.
+
+        Returns:
+            Terms ``[T]`` and metrics ``[T]`` by name.
+        """
+        mask = self.score_mask(micro_batch)
+        result = policy_loss(
+            log_probs, micro_batch["old_log_probs"], micro_batch["advantages"], mask, micro_batch.cu_seqlens, loss=self.policy_loss
+        )
+        terms = result.terms
+        metrics = {"train/policy_loss": terms, "train/entropy": entropy, **{f"train/{name}": value for name, value in result.metrics.items()}}
+        if self.entropy_coefficient:
+            terms = terms - self.entropy_coefficient * entropy
+        if self.kl_coefficient > 0:
+            penalty = kl_penalty(log_probs, micro_batch["ref_log_probs"], mask, self.kl_kind)
+            terms = terms + self.kl_coefficient * penalty
+            metrics["kl/reference"] = penalty
+        return terms, metrics
+
+    # -- validation --------------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._validation_sums = {}
+        sync_weights(self)
+
+    @override
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:  # type: ignore[override]
+        for name, value in RolloutCollector(self, batch, VALIDATION_STREAM + batch_idx).evaluate().items():
+            self._validation_sums[name] = self._validation_sums.get(name, 0.0) + value
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        sums = all_reduce_sums(self._validation_sums, self.meshes.world_group)
+        self.log_dict(reward_metrics(sums, "val/reward", "val/length"), batch_size=1)

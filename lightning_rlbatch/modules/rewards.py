@@ -1,0 +1,92 @@
+"""Call reward functions that follow TRL's convention, and check what they return."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+
+def call_rewards(
+    functions: Sequence[RewardFunction],
+    weights: Sequence[float],
+    *,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Score completions with every function and add the weighted rewards.
+
+    A function is called as ``reward(prompts=..., completions=..., completion_ids=..., **columns)``; arguments it does not
+    take are left out, so functions written for TRL and plain ``f(prompts, completions)`` both work. ``None`` means no verdict.
+
+    Args:
+        functions: Reward functions.
+        weights: Weight of each function.
+        prompts: Text per completion.
+        completions: Text per completion.
+        completion_ids: Sampled tokens per completion.
+        columns: Other columns of the prompts' rows, one value per completion.
+
+    Returns:
+        Weighted sum per completion (NaN where no function had a verdict), and each function's own rewards by name (NaN for
+        None).
+
+    Raises:
+        TypeError: A function returned something else than numbers and None.
+        ValueError: A function returned too few or too many rewards, or one that is not finite; names function and sample.
+    """
+    by_name: dict[str, list[float]] = {}
+    arguments = {"prompts": list(prompts), "completions": list(completions), "completion_ids": [list(ids) for ids in completion_ids], **columns}
+    for position, function in enumerate(functions):
+        name = _name(function)
+        if name in by_name:
+            name = f"{name}_{position}"
+        # A rank may have no completion at all; functions need not be written for that.
+        by_name[name] = _checked(name, function(**_accepted(function, arguments)), completions) if completions else []
+    totals = []
+    for rewards in zip(*by_name.values()):
+        verdicts = [weight * reward for weight, reward in zip(weights, rewards) if not math.isnan(reward)]
+        totals.append(math.fsum(verdicts) if verdicts else math.nan)
+    return totals, by_name
+
+
+def _name(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _checked(name: str, rewards: Any, completions: Sequence[str]) -> list[float]:
+    try:
+        listed = list(rewards)
+    except TypeError:
+        raise TypeError(f"Reward function {name!r} must return one number (or None) per completion but returned {rewards!r}.") from None
+    if len(listed) != len(completions):
+        raise ValueError(
+            f"Reward function {name!r} returned {len(listed)} rewards for {len(completions)} completions."
+            " Return exactly one number (or None for no verdict) per completion, in order."
+        )
+    checked = []
+    for index, reward in enumerate(listed):
+        if reward is None:
+            checked.append(math.nan)
+            continue
+        try:
+            value = float(reward)
+        except (TypeError, ValueError):
+            raise TypeError(f"Reward function {name!r} returned {reward!r} for completion {index}; expected a number or None.") from None
+        if not math.isfinite(value):
+            raise ValueError(
+                f"Reward function {name!r} returned {value} for completion {index} ({completions[index][:80]!r})."
+                " Return a finite number, or None to leave the completion out of its group and of training."
+            )
+        checked.append(value)
+    return checked

@@ -1,0 +1,55 @@
+"""Supervised fine-tuning on packed, planned mini-batches."""
+
+from typing import Literal
+
+from typing_extensions import override
+
+from lightning_rlbatch.functional.aggregation import Denominators, aggregate
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.modules.base import LRSchedulerFactory, MicroBatchOutput, OptimizerFactory, RLBatchModule, default_optimizer
+from lightning_rlbatch.modules.model_sources import ModelSource, load_model
+
+
+class SFTModule(RLBatchModule):
+    """Train a causal LM to predict the tokens of ``response_mask``: cross-entropy over the GLOBAL number of such tokens.
+
+    Args:
+        policy: Model to train: a function that makes it, or the folder or hub name of a pretrained one.
+        remove_padding: False pads each micro-batch to its longest sample instead of packing it; the numbers are the same.
+        loss_aggregation: ``"token-mean"``, or ``"seq-mean-token-mean"`` to give every sample the same weight.
+        optimizer: See :class:`RLBatchModule`.
+        lr_scheduler: See :class:`RLBatchModule`.
+        max_grad_norm: See :class:`RLBatchModule`.
+
+    Example::
+
+        trainer = Trainer(accelerator="cpu", devices=2, strategy="rlbatch_fsdp", max_epochs=1)
+        trainer.fit(SFTModule(policy="my/model"), datamodule=SFTDataModule(samples, mini_batch_size=32, max_tokens_per_rank=4096))
+    """
+
+    def __init__(
+        self,
+        policy: ModelSource,
+        *,
+        remove_padding: bool = True,
+        loss_aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean",
+        optimizer: OptimizerFactory = default_optimizer,
+        lr_scheduler: LRSchedulerFactory | None = None,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler, max_grad_norm=max_grad_norm)
+        self.policy_source = policy
+        self.remove_padding = remove_padding
+        self.loss_aggregation = loss_aggregation
+
+    @override
+    def build_models(self) -> None:
+        self.policy = TokenScorer(load_model(self.policy_source), remove_padding=self.remove_padding, sp_group=self.meshes.sp_group)
+
+    @override
+    def micro_batch_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
+        mask = self.score_mask(micro_batch)
+        log_probs = self.policy(micro_batch).log_probs
+        loss = aggregate(-log_probs, mask, micro_batch.cu_seqlens, self.loss_aggregation, denominators)
+        return MicroBatchOutput(loss)

@@ -1,0 +1,212 @@
+"""A Lightning strategy: FSDP2 over a data-parallel x sequence-parallel mesh."""
+
+import functools
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_rlbatch.distributed.mesh import Meshes, build_meshes, check_world
+from lightning_rlbatch.strategies.precision import fsdp_precision, mixed_precision_policy
+from lightning_rlbatch.strategies.sharding import broadcast_parameters, require_sharded, shard, shardable_roots
+
+
+class RLBatchFSDPStrategy(ModelParallelStrategy):
+    """Shard parameters, gradients and optimizer states over all ranks; share samples inside sequence-parallel groups.
+
+    The world is ``data_parallel x sequence_parallel``; FSDP2 shards over all of it, or over
+    ``world / data_parallel_replicate_size`` ranks with replicas (HSDP). Runs on CUDA with NCCL and on CPU with gloo.
+    Registered as ``strategy="rlbatch_fsdp"``.
+
+    Blocks are found and sharded by the strategy after ``configure_model``; a module needs no FSDP code. A frozen model
+    that is held outside the module tree is sharded too if the module lists it in ``unregistered_modules()``.
+
+    Args:
+        sequence_parallel_size: Ranks that share one packed micro-batch (Ulysses); the world size must be a multiple.
+        data_parallel_replicate_size: Replicas of the sharded model (HSDP).
+        wrap_cls: Class names of the blocks to shard one by one. None finds them.
+        reshard_after_forward: Free gathered block parameters between forward and backward (saves memory, gathers twice).
+        cpu_offload: Keep parameters, gradients and optimizer states in host memory.
+        save_distributed_checkpoint: True writes a folder with one file per rank, False one ordinary file.
+        process_group_backend: Backend; None takes NCCL on CUDA and gloo on CPU.
+        timeout: How long a collective waits before it fails.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer, or a cluster environment of your own.
+        precision_plugin: Set by the Trainer. ``bf16-mixed`` becomes an FSDP2 policy with fp32 master weights.
+
+    Raises:
+        ValueError: A size is not positive, or the world size is not a multiple of it.
+
+    Example::
+
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=RLBatchFSDPStrategy(), max_epochs=60)
+        trainer.fit(PPOModule(...), datamodule=RolloutDataModule(...))
+    """
+
+    strategy_name = "rlbatch_fsdp"
+
+    def __init__(
+        self,
+        sequence_parallel_size: int = 1,
+        data_parallel_replicate_size: int = 1,
+        *,
+        wrap_cls: list[str] | None = None,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        for name, size in (
+            ("sequence_parallel_size", sequence_parallel_size),
+            ("data_parallel_replicate_size", data_parallel_replicate_size),
+        ):
+            if size < 1:
+                raise ValueError(f"Expected {name} to be at least 1 but got {size}. Use 1 to switch it off.")
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend, timeout=timeout
+        )
+        self.sequence_parallel_size = sequence_parallel_size
+        self.data_parallel_replicate_size = data_parallel_replicate_size
+        self.wrap_cls = wrap_cls
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.accelerator = accelerator
+        self.parallel_devices = parallel_devices
+        self.cluster_environment = cluster_environment
+        self.precision_plugin = precision_plugin
+        self._meshes: Meshes | None = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="FSDP2 over a data-parallel x sequence-parallel mesh", override=True)
+
+    @property
+    def meshes(self) -> Meshes:
+        """The batch mesh and the FSDP mesh, known from ``DataModule.setup`` and ``configure_model`` on.
+
+        Raises:
+            RuntimeError: Before the Trainer has set up the processes.
+        """
+        if self._meshes is None:
+            raise RuntimeError("The meshes exist once the Trainer has joined its processes: read them in setup() or configure_model().")
+        return self._meshes
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = fsdp_precision(precision_plugin)
+
+    @override
+    def setup_environment(self) -> None:
+        ParallelStrategy.setup_environment(self)
+        self.set_world_ranks()
+        # Every rank raises here, before it joins a process group in which the others would wait.
+        check_world(
+            self.world_size,
+            sequence_parallel_size=self.sequence_parallel_size,
+            data_parallel_replicate_size=self.data_parallel_replicate_size,
+        )
+        self._setup_distributed()
+        self._meshes = build_meshes(
+            self.root_device.type,
+            sequence_parallel_size=self.sequence_parallel_size,
+            data_parallel_replicate_size=self.data_parallel_replicate_size,
+            timeout=self._timeout,
+        )
+        self._device_mesh = self._meshes.batch
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.model is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.parallelize(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def parallelize(self, module: nn.Module) -> None:
+        """Shard every child of the module, and the frozen models it lists; done once per module.
+
+        Args:
+            module: The LightningModule after ``configure_model``.
+
+        Raises:
+            MisconfigurationException: The module is wrapped by FSDP1, or a trainable parameter cannot be sharded.
+        """
+        if any(isinstance(child, torch.distributed.fsdp.FullyShardedDataParallel) for child in module.modules()):
+            raise MisconfigurationException("RLBatchFSDPStrategy shards with FSDP2: remove FullyShardedDataParallel from the module.")
+        roots = [root for root in self._roots(module) if not isinstance(root, FSDPModule)]
+        broadcast_parameters(roots, self.meshes.world_group)
+        for root in roots:
+            shard(
+                root,
+                self.meshes.fsdp,
+                policy=mixed_precision_policy(self.precision_plugin),
+                wrap_cls=self.wrap_cls,
+                reshard_after_forward=self.reshard_after_forward,
+                cpu_offload=self.cpu_offload,
+            )
+        require_sharded(module)
+
+    @staticmethod
+    def _roots(module: nn.Module) -> Iterable[nn.Module]:
+        yield from (root for _, root in shardable_roots(module))
+        unregistered = getattr(module, "unregistered_modules", None)
+        if unregistered is not None:
+            yield from unregistered()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keep gradients unreduced on each rank; the first backward outside of the context reduces their sum."""
+        assert self.model is not None
+        roots = [root for root in self._roots(self.model) if isinstance(root, FSDPModule)]
+        for root in roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_gradient_sync(True)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed loader workers by data-parallel rank: sequence-parallel peers must draw the same random numbers."""
+        if isinstance(dataloader, DataLoader) and dataloader.num_workers > 0 and dataloader.worker_init_fn is None:
+            dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.meshes.dp_rank)
+        return dataloader

@@ -1,0 +1,148 @@
+"""Shard the modules of a LightningModule with FSDP2, block by block."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def shardable_roots(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of a module whose forward FSDP2 can hook.
+
+    Containers without a forward of their own are opened.
+
+    Args:
+        module: Usually the LightningModule.
+
+    Yields:
+        Name and module of each child that has parameters.
+    """
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            for inner_name, inner in shardable_roots(child):
+                yield f"{name}.{inner_name}", inner
+        else:
+            yield name, child
+
+
+def find_blocks(root: nn.Module, wrap_cls: Sequence[str] | None) -> list[nn.Module]:
+    """Find the blocks that become FSDP2 groups of their own.
+
+    Args:
+        root: Module to search.
+        wrap_cls: Class names of the blocks. None takes transformers' ``_no_split_modules`` where the model declares
+            them, else the elements of every ``nn.ModuleList`` whose elements share one class.
+
+    Returns:
+        The blocks in module order, nested ones left out.
+
+    Raises:
+        MisconfigurationException: A name in ``wrap_cls`` matches no module.
+    """
+    if wrap_cls is None:
+        declared = {name for child in root.modules() for name in getattr(child, "_no_split_modules", None) or ()}
+        wrap_cls = sorted(declared)
+        found = [child for child in root.modules() if type(child).__name__ in declared]
+        if not found:
+            found = [element for child in root.modules() if isinstance(child, nn.ModuleList) for element in _uniform(child)]
+    else:
+        found = [child for child in root.modules() if type(child).__name__ in wrap_cls]
+        missing = sorted(set(wrap_cls) - {type(child).__name__ for child in found})
+        if missing:
+            present = Counter(type(child).__name__ for child in root.modules())
+            raise MisconfigurationException(
+                f"wrap_cls names {missing}, but no such module is in {type(root).__name__}. Classes present: {sorted(present)}."
+            )
+    nested = {id(inner) for block in found for inner in block.modules() if inner is not block}
+    return [block for block in found if id(block) not in nested and block is not root]
+
+
+def _uniform(container: nn.ModuleList) -> list[nn.Module]:
+    elements = list(container)
+    return elements if len({type(element) for element in elements}) == 1 else []
+
+
+def shard(
+    root: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    policy: MixedPrecisionPolicy,
+    wrap_cls: Sequence[str] | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> None:
+    """Apply ``fully_shard`` to the blocks of a module, then to the module itself, in place.
+
+    A module without trainable parameters (a frozen reference) is resharded after every forward at its root too: FSDP2
+    otherwise keeps a root gathered until a backward that never comes.
+
+    Args:
+        root: Module whose forward is called as a whole.
+        mesh: One-dimensional (FSDP) or two-dimensional (HSDP: replicate, shard) mesh.
+        policy: Mixed-precision policy.
+        wrap_cls: See :func:`find_blocks`.
+        reshard_after_forward: Free the gathered parameters of blocks between forward and backward.
+        cpu_offload: Keep the shards in host memory.
+    """
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    frozen = not any(parameter.requires_grad for parameter in root.parameters())
+    for block in find_blocks(root, wrap_cls):
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward or frozen)
+    fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True if frozen else None)
+    if isinstance(root, FSDPModule):
+        reduce_unused_parameters(root)
+
+
+def reduce_unused_parameters(root: FSDPModule) -> None:
+    """Make every rank reduce the same parameters, used or not.
+
+    When ranks use different parameters in the synchronised backward, FSDP2 otherwise reduces the gradients of one rank's
+    parameter with those of another's. Torch without the switch (before 2.13) is covered by the zero-weight fillers, which
+    run every parameter; the strategy checks there that gradients exist everywhere or nowhere.
+
+    Args:
+        root: A module that was sharded.
+    """
+    switch = getattr(root, "set_reduce_scatter_unused_params", None)
+    if switch is not None:
+        for module in root.modules() if isinstance(root, nn.Module) else ():
+            if isinstance(module, FSDPModule):
+                module.set_reduce_scatter_unused_params(True)
+
+
+def broadcast_parameters(modules: Iterable[nn.Module], group: dist.ProcessGroup | None) -> None:
+    """Copy rank 0's parameters and buffers to every rank, so that shards of different initialisations are never mixed.
+
+    Args:
+        modules: Unsharded modules, in the same order on every rank.
+        group: Process group; None is the default group.
+    """
+    with torch.no_grad():
+        for module in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, src=0, group=group)
+
+
+def require_sharded(module: nn.Module) -> None:
+    """Refuse trainable parameters outside every FSDP2 group: their gradients would silently differ between ranks.
+
+    Args:
+        module: The LightningModule after sharding.
+
+    Raises:
+        MisconfigurationException: Names the parameters that no group holds.
+    """
+    loose = [name for name, parameter in module.named_parameters() if parameter.requires_grad and not isinstance(parameter, DTensor)]
+    if loose:
+        raise MisconfigurationException(
+            f"{len(loose)} trainable parameters are not sharded, for example {loose[0]!r}: their gradients would differ between ranks."
+            " Hold them in a child module whose forward is called, not directly on the LightningModule, or freeze them."
+        )
