@@ -231,3 +231,24 @@ def check_clip_bounds(clip_low: float, clip_high: float) -> None:
     """
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"Expected clip_low and clip_high to be >= 0 but got {clip_low} and {clip_high}.")
+
+
+def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coefficient: float = 1.0) -> LossTerms:
+    """Compute -coefficient * entropy: what a loss subtracts to keep the policy from collapsing.
+
+    Source: Williams and Peng, "Function Optimization using Connectionist Reinforcement Learning Algorithms", 1991, eq. 11.
+
+    Args:
+        entropy: ``[T]``, floating point, differentiable, in nats: of the distribution that token t was sampled from.
+        response_mask: ``[T]``, bool.
+        coefficient: weight of the bonus; negative values are a penalty.
+
+    Returns:
+        Terms and the metric ``entropy``.
+
+    Example:
+        >>> entropy_bonus(torch.tensor([2.0, float("nan")]), torch.tensor([True, False]), coefficient=0.5).terms
+        tensor([-1.,  0.])
+    """
+    entropy = sanitize(entropy, response_mask)
+    return LossTerms(0.0 - coefficient * entropy, {"entropy": entropy.detach()})
