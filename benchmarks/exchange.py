@@ -1,9 +1,11 @@
 """Bytes and CPU time of moving samples to the ranks of a plan: one variable-size all-to-all against gathering everything everywhere.
 
-Run ``python -m benchmarks.exchange``, or see ``--help``. Bytes are counted at torch's own functions, CPU time is that of one rank's process.
+Run ``python -m benchmarks.exchange``, or see ``--help``. Bytes are counted at torch's own functions; CPU time is one
+rank's.
 """
 
 import argparse
+import gc
 import os
 import time
 
@@ -80,6 +82,8 @@ def measure(rank: int, world_size: int, sp_size: int, num_samples: int, max_leng
         assert all(mine[name].equal(picked[name]) for name in (*mine.per_token, *mine.per_sample))
 
     one_round()  # warm up
+    gc.collect()
+    gc.freeze()  # a collection of all that torch's import made takes 100 ms and would hit one cell of the table at random
     one_round()
     return result
 
