@@ -46,7 +46,8 @@ class _Gather(torch.autograd.Function):
         size = dist.get_world_size(group)
         ctx.rank, ctx.size = dist.get_rank(group), size
         out = local.new_empty((size * local.shape[0], *local.shape[1:]))
-        dist.all_gather_into_tensor(out, local.contiguous(), group=group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the second is its name before torch 2.13
+        gather(out, local.contiguous(), group=group)
         return out
 
     @staticmethod
