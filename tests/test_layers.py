@@ -32,6 +32,8 @@ def layer_of(path):
     first = path.relative_to(ROOT).parts[0]
     if first == "__init__.py":
         return "root"
+    if first == "__main__.py":
+        return "cli"
     if first in HOST:
         return "host"
     name = first.removesuffix(".py")
