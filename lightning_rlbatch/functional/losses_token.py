@@ -131,7 +131,8 @@ def sapo_loss(
     if not (temperature_positive > 0 and temperature_negative > 0):
         raise ValueError(f"Expected both temperatures to be positive but got {temperature_positive} and {temperature_negative}.")
     delta, advantages = log_ratio(log_probs, old_log_probs, response_mask), sanitize(advantages, response_mask)
-    tau = torch.where(advantages > 0, temperature_positive, temperature_negative).to(delta.dtype)
+    # Of two Python numbers torch.where makes an fp32 tensor, whatever the dtype of the rest.
+    tau = torch.where(advantages > 0, delta.new_tensor(temperature_positive), delta.new_tensor(temperature_negative))
     gate = torch.sigmoid(tau * (delta.exp() - 1)) * 4 / tau
     return LossTerms(-advantages * gate, ratio_metrics(delta, response_mask))
 

@@ -9,7 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.algorithms import CISPO, DPPO, GMPO, GSPO, SAPO, ClipCov, FunctionLoss, KLCov, PolicyLoss, PPOClip, Reinforce
+from lightning_rlbatch.functional.algorithms import (
+    CISPO,
+    DPPO,
+    GMPO,
+    GSPO,
+    SAPO,
+    ClipCov,
+    FunctionLoss,
+    KLCov,
+    PolicyLoss,
+    PPOClip,
+    Reinforce,
+)
 from lightning_rlbatch.functional.peers import Peers
 
 CASES: dict[str, dict[str, Any]] = {

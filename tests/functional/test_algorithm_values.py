@@ -50,7 +50,10 @@ def test_every_aggregation_mode_gives_the_value_of_the_case():
     mask, cu_seqlens = mask_of(case["input"]["mask"])
     for mode, expected in case["expected"].items():
         # The case divides the last mode by the padded width, 4; ours wants the constant said.
-        close(aggregate(padded(case["input"]["loss_mat"]), mask, cu_seqlens, mode, denominators_of(mask, cu_seqlens, norm_constant=4)), expected)
+        close(
+            aggregate(padded(case["input"]["loss_mat"]), mask, cu_seqlens, mode, denominators_of(mask, cu_seqlens, norm_constant=4)),
+            expected,
+        )
 
 
 def test_a_fully_masked_sequence_is_in_no_denominator():
