@@ -170,9 +170,10 @@ class BatchPlan:
         if bound >= 1.0:
             return None
         sample = int(np.argmax(self.workloads))
+        name = sample if names is None else names[sample]
         return (
-            f"Sample {sample if names is None else names[sample]} with {int(self.lengths[sample])} tokens is {1 / bound:.2f} times the mean load of {self.dp_size} "
-            f"data-parallel ranks, so that no plan of this mini-batch can be more than {100 * bound:.1f}% efficient. "
+            f"Sample {name} with {int(self.lengths[sample])} tokens is {1 / bound:.2f} times the mean load of {self.dp_size} data-parallel "
+            f"ranks, so that no plan of this mini-batch can be more than {100 * bound:.1f}% efficient. "
             "Use a larger mini-batch, or a larger sequence_parallel_size with fewer data-parallel ranks."
         )
 
