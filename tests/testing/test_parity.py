@@ -1,0 +1,193 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from lightning_rlbatch.distributed.mesh import Meshes
+from lightning_rlbatch.distributed.ulysses import gather_sequence
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.models import scorer
+from lightning_rlbatch.models.packed_inputs import PackedLengths, packed_model_kwargs
+from lightning_rlbatch.models.scorer import TokenScorer, shift_to_sources
+from lightning_rlbatch.testing import parity, run_distributed
+from lightning_rlbatch.testing.parity import ParityReport, ParityRow, assert_parity, compare_layouts, random_batch
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "pad_token_id": 0,
+}
+
+
+def tiny(kind: str = "Llama", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**{**SIZES, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama, 7 heads": lambda: tiny(hidden_size=28, num_attention_heads=7, num_key_value_heads=1),
+    "qwen2, tied": lambda: tiny("Qwen2", tie_word_embeddings=True),
+    "qwen3": lambda: tiny("Qwen3", head_dim=8),
+    "mistral, sliding window": lambda: tiny("Mistral", sliding_window=4),
+    "gemma2, soft caps": lambda: tiny("Gemma2", head_dim=4, sliding_window=4, final_logit_softcapping=2.0, attn_logit_softcapping=1.0),
+    "gpt-neox": lambda: tiny("GPTNeoX"),
+    "phi3": lambda: tiny("Phi3"),
+    "mixtral": lambda: tiny("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_the_same_packed_padded_and_on_two_ranks(family: str) -> None:
+    report = assert_parity(FAMILIES[family](), sp_size=2)
+    assert [row.layout for row in report.rows] == ["padded", "packed", "dp=1, sp=2"]
+
+
+def test_data_and_sequence_parallelism_together_also_with_fewer_samples_than_ranks() -> None:
+    model = tiny()
+    assert_parity(model, sp_size=2, dp_size=2, temperature=0.7)
+    assert_parity(model, random_batch(50, (3,)), sp_size=2, dp_size=2)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny(attention_dropout=0.5).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_parity(model, random_batch(50, (4, 3)))
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    TokenScorer(model)  # nothing is attached to it
+
+
+def test_the_same_check_runs_on_ranks_that_are_already_there() -> None:
+    model = tiny()
+
+    def check(rank: int, world_size: int) -> list[float]:
+        from lightning_rlbatch.distributed.mesh import build_meshes
+
+        with pytest.raises(RuntimeError, match=r"joined a process group.*meshes=build_meshes"):
+            assert_parity(model, sp_size=2)
+        return [row.worst for row in assert_parity(model, meshes=build_meshes("cpu", sequence_parallel_size=2)).rows]
+
+    results = run_distributed(check, 4)
+    assert all(result == results[0] for result in results)
+
+
+def test_a_model_that_cannot_be_split_is_refused_before_ranks_are_forked() -> None:
+    with pytest.raises(ValueError, match="8"):
+        assert_parity(tiny(), sp_size=16)
+
+
+def test_the_table_names_layout_parameter_and_verdict() -> None:
+    rows = (
+        ParityRow("padded", 1e-7, 2e-7, 3e-7, "lm_head.weight", 4e-8),
+        ParityRow("packed", 1e-7, float("nan"), 3e-2, "norm.weight", 0.0),
+    )
+    report = ParityReport(rows, 1e-5)
+    assert not report.passed
+    lines = str(report).splitlines()
+    assert "ok" in lines[1]
+    assert "DIFFERS  norm.weight" in lines[2]
+    assert ParityReport(rows[:1], 1e-5).passed
+
+
+# -- Known bugs, planted on purpose: each must be found. ---------------------------------------------------------------------------
+
+
+def without_factor(local: Tensor, group: Any, num_tokens: int) -> Tensor:
+    share = 1.0 if group is None else 1.0 / dist.get_world_size(group)
+    return gather_sequence(local * share + (local * (1 - share)).detach(), group, num_tokens)
+
+
+def loss_factor_dp_instead_of_dp_times_sp(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scorer, "gather_sequence", without_factor)
+
+
+def loss_factor_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scorer, "gather_sequence", without_factor)
+    patch.setattr(parity, "gradient_scale", lambda meshes, averages_over: 1.0)
+
+
+def mean_per_rank(patch: pytest.MonkeyPatch) -> None:
+    lengths = random_batch(50).seq_lens
+
+    def factor(meshes: Meshes, averages_over: str) -> float:
+        return sum(lengths) / sum(lengths[meshes.dp_rank :: meshes.dp_size])
+
+    patch.setattr(parity, "gradient_scale", factor)
+
+
+def labels_sliced_before_they_are_shifted(patch: pytest.MonkeyPatch) -> None:
+    def shift(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        scored = shift_to_sources(batch)[1]
+        size = -(-batch.num_tokens // 2)
+        return torch.cat([shard.roll(-1) for shard in batch["input_ids"].split(size)]), scored
+
+    patch.setattr(scorer, "shift_to_sources", shift)
+
+
+def no_document_mask(patch: pytest.MonkeyPatch) -> None:
+    def inputs(batch: PackedBatch, *, sp_group: Any) -> dict[str, Any]:
+        found = packed_model_kwargs(batch, sp_group=sp_group)
+        total = found["packed_lengths"].num_tokens
+        bounds = torch.tensor([0, total], dtype=torch.int32)
+        return found | {"packed_lengths": PackedLengths([total]), "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+
+    patch.setattr(scorer, "packed_model_kwargs", inputs)
+
+
+def position_ids_that_restart_in_every_shard(patch: pytest.MonkeyPatch) -> None:
+    def inputs(batch: PackedBatch, *, sp_group: Any) -> dict[str, Any]:
+        found = packed_model_kwargs(batch, sp_group=sp_group)
+        positions = found["position_ids"][0]
+        begun_before = (torch.arange(len(positions)) - positions) < 0
+        return found | {"position_ids": torch.where(begun_before, positions - positions[0], positions)[None]}
+
+    patch.setattr(scorer, "packed_model_kwargs", inputs)
+
+
+def the_last_token_scored_with_its_neighbour(patch: pytest.MonkeyPatch) -> None:
+    def shift(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        targets, scored = shift_to_sources(batch)
+        return targets, torch.ones_like(scored)
+
+    patch.setattr(scorer, "shift_to_sources", shift)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        loss_factor_dp_instead_of_dp_times_sp,
+        loss_factor_one,
+        mean_per_rank,
+        labels_sliced_before_they_are_shifted,
+        no_document_mask,
+        position_ids_that_restart_in_every_shard,
+        the_last_token_scored_with_its_neighbour,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    report = compare_layouts(tiny(), random_batch(50), sp_size=2, dp_size=2)
+    assert report.rows[-1].layout == "dp=2, sp=2"
+    assert report.rows[-1].gradient > 1e-4
+    monkeypatch.undo()
+    assert compare_layouts(tiny(), random_batch(50)).passed
+
+
+def test_a_difference_raises_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_document_mask(monkeypatch)
+    with pytest.raises(AssertionError, match=r"(?s)LlamaForCausalLM does not.*packed .*DIFFERS"):
+        assert_parity(tiny())
