@@ -11,6 +11,8 @@ from lightning_rlbatch.functional.workload import IntArray, Integers, to_int64
 
 FEW_PER_PART = 16  # with more samples per part, exchanges of single samples reach the bound
 FINE = 2e-5
+TINY = 128  # samples up to which random restarts are affordable
+KICKS = 20
 MAX_ROUNDS = 40
 MAX_STEPS = 60
 MAX_PARTNERS = 64
@@ -165,8 +167,33 @@ def _few_per_part(values: IntArray, num_parts: int, equal_size: bool, tolerance:
     if int(search.load.max()) > _within(bound, FINE) and equal_size:
         bound = equal_partition_bound(values, num_parts)
     target = _within(bound, tolerance)
-    settle(search, target, (1, 2, 3)[: min(start.shape[1], 1 if start.shape[1] > 2 * FEW_PER_PART else 3)], MAX_STEPS)
+    sizes = (1, 2, 3)[: min(start.shape[1], 1 if start.shape[1] > 2 * FEW_PER_PART else 3)]
+    settle(search, target, sizes, MAX_STEPS)
+    if len(values) <= TINY and num_parts > 1:
+        _restart(search, target, sizes)
     return search.members
+
+
+def _restart(search: Exchange, target: int, sizes: tuple[int, ...]) -> None:
+    """Leave a local optimum of a small instance by random swaps (fixed seed), settle again, and keep what is no worse."""
+    generator = np.random.default_rng(0)
+    rows, columns = search.members.shape
+    for _ in range(KICKS):
+        worst = int(search.load.max())
+        if worst <= target:
+            return
+        kept = search.members.copy()
+        for _ in range(3):
+            a, b = generator.choice(rows, 2, replace=False)
+            i, j = generator.integers(columns, size=2)
+            search.members[a, i], search.members[b, j] = search.members[b, j], search.members[a, i]
+        if search.equal_size and int((search.members == search.dummy).sum(axis=1).max()) > 1:
+            search.reset(kept)
+            continue
+        search.reset(search.members)
+        settle(search, target, sizes, MAX_STEPS)
+        if int(search.load.max()) > worst:
+            search.reset(kept)
 
 
 def _free_members(values: IntArray, num_parts: int, tolerance: float) -> IntArray:

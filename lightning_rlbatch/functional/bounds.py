@@ -8,8 +8,8 @@ from lightning_rlbatch.functional.workload import IntArray
 def free_partition_bound(weights: IntArray, num_parts: int) -> int:
     """Bound the heaviest part when parts may hold any number of samples.
 
-    The largest of: the mean; the heaviest sample; for every j, the ``j + 1`` lightest of the ``j * num_parts + 1`` heaviest samples, because
-    some part holds so many of them.
+    The largest of: the mean; the heaviest sample; for every j, the ``j + 1`` lightest of the ``j * num_parts + 1`` heaviest
+    samples, because some part holds so many of them.
 
     Args:
         weights: ``[N]``, int64, at least 0.

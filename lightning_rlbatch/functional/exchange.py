@@ -27,8 +27,9 @@ def _subsets(width: int, size: int) -> IntArray:
 class Exchange:
     """The best exchange of one size for many pairs of rows at once.
 
-    For a pair with loads H >= L, swapping a for b leaves the difference ``|H - L - 2 (a - b)|``. One binary search over the sums of the lighter
-    rows, with the pair's number as leading digit, finds for every a of every heavier row the b that comes closest to ``a - (H - L) / 2``.
+    For a pair with loads H >= L, swapping a for b leaves the difference ``|H - L - 2 (a - b)|``. One binary search over the sums of
+    the lighter rows, with the pair's number as leading digit, finds for every a of every heavier row the b that comes closest to
+    ``a - (H - L) / 2``.
 
     Args:
         weights: ``[N + 1]``, int64; the last is the dummy's 0.
@@ -42,6 +43,11 @@ class Exchange:
         self.equal_size = equal_size
         self.load: IntArray = weights[members].sum(axis=1)
         self.dummy = len(weights) - 1
+
+    def reset(self, members: IntArray) -> None:
+        """Replace the partition."""
+        self.members = members
+        self.load = self.weights[members].sum(axis=1)
 
     def find(self, heavy: IntArray, light: IntArray, size: int, aim: IntArray | None = None) -> tuple[IntArray, IntArray, IntArray]:
         """Find the best exchange of every pair.

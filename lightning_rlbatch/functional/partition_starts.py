@@ -124,7 +124,7 @@ def isolate_outliers(weights: IntArray, num_parts: int) -> list[list[int]]:
 
     Example:
         >>> isolate_outliers(np.array([50, 1, 1, 2, 5, 5]), 3)
-        [[0, 1]]
+        [[0, 2]]
     """
     order = np.argsort(-weights, kind="stable")
     total, low, high = int(weights.sum()), 0, len(order)
