@@ -137,7 +137,7 @@ def _as_answer(prompt: str, completion: str) -> str:
     for move in completion.split():
         if move not in MOVES:
             return f"{move} is no move"
-        source, target = move
+        source, target = move[0], move[1]
         disk = pegs[source].pop() if pegs[source] else 0
         pegs[target].append(disk)
         lines.append(f"Move disk {disk} from Peg {source} to Peg {target}")

@@ -35,7 +35,8 @@ def step_uniforms(seeds: Sequence[int], num_steps: int, *, first_step: int = 0) 
         state = (state ^ (state >> np.uint64(30))) * _MIX_1
         state = (state ^ (state >> np.uint64(27))) * _MIX_2
     state ^= state >> np.uint64(31)
-    return ((state >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    fraction: npt.NDArray[np.float64] = ((state >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return fraction
 
 
 def _truncate(log_probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

@@ -2,35 +2,24 @@
 
 import copy
 import inspect
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lightning_rlbatch.rollout.engine import (
-    Completion,
-    FinishReason,
-    ProgressCallback,
-    RolloutRequest,
-    SamplingParams,
-    WeightStream,
-)
-from lightning_rlbatch.rollout.sampling import sample_tokens, step_uniforms
-
-_COMPACT_BELOW = 0.9  # drop finished sequences when less than this share of the rows still runs; dropping costs about one more step
-_UNIFORMS_BLOCK = 256  # decoding steps whose random numbers travel to the device together
+from lightning_rlbatch.rollout.decoding import Decoder
+from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutRequest, SamplingParams, WeightStream
 
 
 class TransformersEngine:
     """Sample completions with a transformers causal language model that this process owns.
 
     The model is a whole (unsharded) copy of the policy: ranks generate independently and no collective runs per token. What makes it
-    faster than ``model.generate``: equal prompts (a GRPO group) are encoded once and share the result; sequences that are finished
-    leave the batch and its key/value cache; no logits processor runs over the vocabulary unless asked for.
+    faster than ``model.generate``: equal prompts (a GRPO group) are encoded once and share the result; finished sequences leave the
+    batch and its key/value cache, and with ``max_batch_size`` waiting ones take their places.
 
     The same request gives the same completion whatever else is in the batch and on any number of ranks, because its random numbers
     are a function of its seed and the step alone (up to rounding: a random number that falls within the rounding error of a boundary
@@ -50,7 +39,7 @@ class TransformersEngine:
         .. code-block:: python
 
             engine = TransformersEngine.from_model(policy, pad_token_id=0)
-            requests = [RolloutRequest(prompt_ids, seed=rollout_seed(0, 0, p, r)) for r in range(16) for p, prompt_ids in enumerate(prompts)]
+            requests = [RolloutRequest(ids, seed=rollout_seed(0, 0, p, r)) for p, ids in enumerate(prompts) for r in range(16)]
             completions = engine.generate(requests, SamplingParams(max_new_tokens=64, stop_token_ids=(1,)))
     """
 
@@ -65,8 +54,9 @@ class TransformersEngine:
                 f"The engine needs a whole model but parameter {sharded[0]!r} (and {len(sharded) - 1} more) is sharded. "
                 "Use TransformersEngine.from_model(model, ...), then update_weights."
             )
-        self.model = model.eval()
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.model = model
+        nn.Module.eval(model)
+        self.vocab_size = int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
         if not 0 <= pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id must be a token of the vocabulary (0 to {self.vocab_size - 1}) but is {pad_token_id}.")
         if attn_implementation is not None and model.config._attn_implementation != attn_implementation:
@@ -103,13 +93,17 @@ class TransformersEngine:
             dtype: Of the copy; None for the model's.
             device: Of the copy; None for the model's (the CPU if that is meta).
         """
-        config = copy.deepcopy(model.config)
         device = torch.device(device) if device is not None else model.device
         if device.type == "meta":
             device = torch.device("cpu")
-        replica = type(model)(config).to(device=device, dtype=dtype or model.dtype)
-        engine = cls(replica, pad_token_id=pad_token_id, max_batch_size=max_batch_size, attn_implementation=attn_implementation)
         parameters = list(model.named_parameters())
+        with torch.random.fork_rng(devices=[]):  # the weights drawn here are overwritten: they must not move the run's random state
+            replica = type(model)(copy.deepcopy(model.config))
+        for parameter in replica.parameters():
+            # of parameters only: rotary frequencies are buffers and lose their precision in bf16
+            parameter.data = parameter.data.to(device=device, dtype=dtype or model.dtype)
+        nn.Module.to(replica, device=device)
+        engine = cls(replica, pad_token_id=pad_token_id, max_batch_size=max_batch_size, attn_implementation=attn_implementation)
         if not any(isinstance(parameter, DTensor) or parameter.is_meta for _, parameter in parameters):
             engine.update_weights((name, parameter.detach()) for name, parameter in parameters)
         return engine
@@ -174,16 +168,17 @@ class TransformersEngine:
         if self._asleep:
             raise RuntimeError("The engine sleeps and cannot generate. Call wake() first.")
         self._check(requests, sampling)
-        # equal prompts next to each other, longest first: little padding within a chunk, and the largest memory need comes first
-        order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), requests[index].prompt_ids))
-        size = self.max_batch_size or max(len(order), 1)
-        completions: dict[int, Completion] = {}
-        for start in range(0, len(order), size):
-            chunk = order[start : start + size]
-            with torch.inference_mode():
-                results = self._decode([requests[index] for index in chunk], sampling, on_progress)
-            completions.update(zip(chunk, results))
-        return [completions[index] for index in range(len(requests))]
+        if not requests:
+            return []
+        decoder = Decoder(
+            self.model,
+            requests,
+            sampling,
+            pad_token_id=self.pad_token_id,
+            max_batch_size=self.max_batch_size,
+            cache_argument=self._cache_argument,
+        )
+        return decoder.run(on_progress)
 
     def _check(self, requests: Sequence[RolloutRequest], sampling: SamplingParams) -> None:
         for index, request in enumerate(requests):
@@ -200,115 +195,3 @@ class TransformersEngine:
                 )
         if any(not 0 <= token < self.vocab_size for token in sampling.stop_token_ids):
             raise ValueError(f"stop_token_ids {sampling.stop_token_ids} must lie in the model's vocabulary, 0 to {self.vocab_size - 1}.")
-
-    def _forward(self, input_ids: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Return the logits ``[B, V]`` after the last of ``input_ids`` ``[B, L]``; the cache takes up the new keys and values."""
-        arguments: dict[str, Any] = {self._cache_argument: cache}
-        output = self.model(
-            input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=True, logits_to_keep=1, **arguments
-        )
-        return cast(torch.Tensor, output.logits)[:, -1]
-
-    def _prefill(self, rows: "_Rows", prompts: list[list[int]]) -> torch.Tensor:
-        """Encode each distinct prompt once, give every row its copy, return the logits of the first new token ``[B, V]``."""
-        distinct = list(dict.fromkeys(map(tuple, prompts)))
-        width = max(map(len, distinct))
-        device = self.model.device
-        padded = [[self.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in distinct]
-        lengths = torch.tensor([len(prompt) for prompt in distinct], device=device)
-        positions = torch.arange(width, device=device) - (width - lengths)[:, None]
-        mask = None if min(map(len, distinct)) == width else (positions >= 0).long()
-        logits = self._forward(torch.tensor(padded, device=device), mask, positions.clamp(min=0), rows.cache)
-        source = {prompt: row for row, prompt in enumerate(distinct)}
-        index = torch.tensor([source[tuple(prompt)] for prompt in prompts], device=device)
-        rows.next_position = lengths[index]
-        if mask is not None:
-            rows.mask = mask[index]
-        if len(distinct) < len(prompts):
-            rows.cache.batch_select_indices(index)
-            logits = logits[index]
-        return logits
-
-    def _decode(self, requests: list[RolloutRequest], sampling: SamplingParams, on_progress: ProgressCallback | None) -> list[Completion]:
-        """Decode the requests together, longest prompt first."""
-        shape = (len(requests), sampling.max_new_tokens)
-        tokens_out = torch.zeros(shape, dtype=torch.int64, device=self.model.device)
-        log_probs_out = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
-        lengths = [sampling.max_new_tokens] * len(requests)
-        reasons: list[FinishReason] = ["length"] * len(requests)
-        stop = frozenset(sampling.stop_token_ids)
-        rows = _Rows(DynamicCache(config=self.model.config), len(requests), self.model.device)
-        logits = self._prefill(rows, [request.prompt_ids for request in requests])
-        uniforms = _uniforms_per_step([request.seed for request in requests], sampling, self.model.device)
-        for step, uniform in enumerate(uniforms):
-            tokens, log_probs = sample_tokens(
-                logits, uniform[rows.owner], temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
-            )
-            tokens_out[rows.owner, step] = tokens
-            log_probs_out[rows.owner, step] = log_probs
-            num_before = len(rows.running)
-            for row, token in enumerate(tokens.tolist()):
-                if token in stop and row in rows.running:
-                    rows.running.discard(row)
-                    lengths[rows.owners[row]] = step + 1
-                    reasons[rows.owners[row]] = "stop"
-            last = not rows.running or step + 1 == sampling.max_new_tokens
-            if on_progress is not None:
-                on_progress(num_before if last else num_before - len(rows.running), num_before)
-            if last:
-                break
-            if len(rows.running) <= _COMPACT_BELOW * len(rows.owners):
-                tokens = tokens[rows.keep_running()]
-            positions = rows.advance()
-            logits = self._forward(tokens[:, None], rows.mask, positions, rows.cache)
-        return _completions(tokens_out, log_probs_out, lengths, reasons)
-
-
-class _Rows:
-    """The sequences that decode together: their cache, and which request each row belongs to."""
-
-    def __init__(self, cache: DynamicCache, num_rows: int, device: torch.device) -> None:
-        self.cache = cache
-        self.owners = list(range(num_rows))
-        self.owner = torch.arange(num_rows, device=device)  # [B] the same on the device
-        self.running = set(self.owners)  # rows that are not finished
-        self.next_position = self.owner  # [B] position id of the next token; set by the prefill
-        self.mask: torch.Tensor | None = None  # [B, tokens seen] int64, 1 where not padding; None while no prompt is padded
-
-    def keep_running(self) -> torch.Tensor:
-        """Drop the finished rows; return the indices ``[B']`` of the rows that stay."""
-        kept = sorted(self.running)
-        index = torch.tensor(kept, device=self.owner.device)
-        self.cache.batch_select_indices(index)
-        self.owners = [self.owners[row] for row in kept]
-        self.running = set(range(len(kept)))
-        self.owner, self.next_position = self.owner[index], self.next_position[index]
-        self.mask = None if self.mask is None else self.mask[index]
-        return index
-
-    def advance(self) -> torch.Tensor:
-        """Return the position ids ``[B, 1]`` of the next tokens and count these as seen."""
-        positions = self.next_position[:, None]
-        self.next_position = self.next_position + 1
-        if self.mask is not None:
-            self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.owners), 1)], dim=1)
-        return positions
-
-
-def _uniforms_per_step(seeds: list[int], sampling: SamplingParams, device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield ``[B]`` float64 random numbers for each decoding step, moved to the device in blocks."""
-    for first_step in range(0, sampling.max_new_tokens, _UNIFORMS_BLOCK):
-        num_steps = min(_UNIFORMS_BLOCK, sampling.max_new_tokens - first_step)
-        yield from torch.from_numpy(step_uniforms(seeds, num_steps, first_step=first_step)).to(device).unbind(dim=1)
-
-
-def _completions(tokens: torch.Tensor, log_probs: torch.Tensor, lengths: list[int], reasons: list[FinishReason]) -> list[Completion]:
-    """Cut the rows of ``[B, max_new_tokens]`` buffers to their lengths."""
-    completions = []
-    for row_tokens, row_log_probs, length, reason in zip(tokens.tolist(), log_probs.tolist(), lengths, reasons):
-        if any(math.isnan(log_prob) for log_prob in row_log_probs[:length]):
-            raise RuntimeError(
-                "The model returned NaN while generating. Its weights are not finite: lower the learning rate or check the last update."
-            )
-        completions.append(Completion(row_tokens[:length], row_log_probs[:length], reason))
-    return completions
