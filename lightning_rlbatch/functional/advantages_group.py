@@ -125,7 +125,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> SampleAdvantages:
         tensor([ 3.0000, -1.5000, -1.5000])
     """
     group = group_statistics(rewards, group_ids)
-    factor = group.count / (group.count - 1).clamp(min=1)
+    factor = group.count.double() / (group.count - 1).clamp(min=1)
     return SampleAdvantages((factor * group.centered).to(rewards.dtype), group.valid)
 
 
@@ -186,7 +186,7 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, *, scale: float = 1.0) ->
         raise ValueError(f"Expected scale to be positive but got {scale}.")
     group = group_statistics(rewards, group_ids)
     useful = (group.valid & (group.std > 0)).sum()
-    alpha = group.valid.sum() / useful.clamp(min=1)
+    alpha = group.valid.sum().double() / useful.clamp(min=1)
     return SampleAdvantages((alpha * group.centered / scale).to(rewards.dtype), group.valid)
 
 

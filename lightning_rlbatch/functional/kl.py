@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -85,8 +86,25 @@ def full_kl(logits: Tensor, ref_logits: Tensor, response_mask: Tensor) -> Tensor
     return sanitize((log_p.exp() * (log_p - log_q)).sum(-1), response_mask)
 
 
+class KLController(ABC):
+    """Say how the coefficient of the KL penalty moves from iteration to iteration; subclass it for a rule of your own."""
+
+    coefficient: float
+    """Weight of the penalty in the first iteration."""
+
+    @abstractmethod
+    def update(self, coefficient: float, *, current_kl: float, num_samples: int) -> float:
+        """Return the coefficient of the next iteration.
+
+        Args:
+            coefficient: of this iteration.
+            current_kl: mean divergence of this iteration's rollouts, over all ranks.
+            num_samples: rollouts of this iteration, over all ranks.
+        """
+
+
 @dataclass(frozen=True)
-class FixedKL:
+class FixedKL(KLController):
     """Keep the coefficient of the KL penalty.
 
     Args:
@@ -100,16 +118,15 @@ class FixedKL:
     coefficient: float = 0.001
 
     def __post_init__(self) -> None:
-        if not self.coefficient >= 0:
-            raise ValueError(f"Expected the KL coefficient to be >= 0 but got {self.coefficient}.")
+        _check_coefficient(self.coefficient)
 
     def update(self, coefficient: float, *, current_kl: float, num_samples: int) -> float:
-        """Return the coefficient of the next iteration: the same."""
+        """Return the same coefficient."""
         return coefficient
 
 
 @dataclass(frozen=True)
-class AdaptiveKL(FixedKL):
+class AdaptiveKL(KLController):
     """Steer the coefficient so that the divergence approaches a target.
 
     beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon).
@@ -122,25 +139,25 @@ class AdaptiveKL(FixedKL):
         horizon: number of samples over which an error of 20 % changes the coefficient by 20 %, > 0.
 
     Example:
-        >>> AdaptiveKL(0.1, target=1.0, horizon=100).update(0.1, current_kl=2.0, num_samples=50)
-        0.11000000000000001
+        >>> AdaptiveKL(0.5, target=1.0, horizon=100).update(0.5, current_kl=2.0, num_samples=50)
+        0.55
     """
 
+    coefficient: float = 0.001
     target: float = 0.1
     horizon: int = 10_000
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        _check_coefficient(self.coefficient)
         if not (self.target > 0 and self.horizon > 0):
             raise ValueError(f"Expected target and horizon to be positive but got target={self.target} and horizon={self.horizon}.")
 
     def update(self, coefficient: float, *, current_kl: float, num_samples: int) -> float:
-        """Return the coefficient of the next iteration.
-
-        Args:
-            coefficient: of this iteration.
-            current_kl: mean divergence of this iteration's rollouts, over all ranks.
-            num_samples: rollouts of this iteration, over all ranks.
-        """
+        """Return a larger coefficient if the divergence was above the target, a smaller one if below."""
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         return coefficient * (1 + error * num_samples / self.horizon)
+
+
+def _check_coefficient(coefficient: float) -> None:
+    if not coefficient >= 0:
+        raise ValueError(f"Expected the KL coefficient to be >= 0 but got {coefficient}.")

@@ -396,7 +396,7 @@ def test_kl_cov_gives_the_case():
         selected = select_kl_cov(log_probs, advantages, mask, keys, num_tokens=7, fraction=0.3)
         return kl_cov_loss(log_probs, old, advantages, mask, selected, coefficient=1.0)
 
-    means, theirs = check_loss("kl_cov", compute)
+    means, _ = check_loss("kl_cov", compute)
     close(means["selected_fraction"], 2 / 7)
 
 
