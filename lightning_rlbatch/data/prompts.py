@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
         """Return the text of token ids."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class PromptBatch:
     """Prompts of one iteration or validation pass over ALL ranks; each is answered ``rollouts_per_prompt`` times.
 
@@ -48,6 +48,9 @@ class PromptBatch:
     max_response_length: int
     tokenizer: Tokenizer
     seed: int
+
+    def __repr__(self) -> str:
+        return f"PromptBatch({len(self)} prompts x {self.rollouts_per_prompt} rollouts)"
 
     def __len__(self) -> int:
         """Return the number of prompts."""

@@ -14,10 +14,11 @@ from typing_extensions import override
 from lightning_rlbatch.data.batching import BatchingOptions, mini_batch_members
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompts import PromptBatch, Tokenizer
+from lightning_rlbatch.data.sources import import_callable
 from lightning_rlbatch.data.store import RolloutStore
 
-PromptSource: TypeAlias = Callable[[], Sequence[Mapping[str, Any]]] | str
-"""A function that returns rows with a ``prompt`` column, or the path of a JSONL file of such rows."""
+PromptSource: TypeAlias = str | Callable[[], Sequence[Mapping[str, Any]]]
+"""A function that returns rows with a ``prompt`` column, its import path, or the path of a JSONL file of such rows."""
 
 TokenizerSource: TypeAlias = Callable[[], Any] | str | Any
 """A class or function that makes the tokenizer, the tokenizer itself, or the folder or hub name of a transformers one."""
@@ -228,11 +229,8 @@ class RolloutDataModule(pl.LightningDataModule):
         return RolloutLoader(self, module, dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True)))
 
     @override
-    def val_dataloader(self) -> list[PromptBatch] | list[Any]:
-        if self._val is None:
-            return []
-        size = self.val_batch_size or len(self._val)
-        return [self._val.select(range(start, min(start + size, len(self._val)))) for start in range(0, len(self._val), size)]
+    def val_dataloader(self) -> "PromptLoader | list[Any]":
+        return [] if self._val is None else PromptLoader(self._val, self.val_batch_size or len(self._val))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -241,6 +239,30 @@ class RolloutDataModule(pl.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.position = Position(iteration=state_dict["iteration"], mini_batch=state_dict["mini_batch"])
+
+
+class PromptLoader:
+    """Hands out prompts in order, the same on every rank: ranks share the rollouts of a batch, not the batches.
+
+    So every rank runs the same number of validation steps, whatever the number of prompts and ranks.
+
+    Args:
+        prompts: All prompts.
+        batch_size: Prompts per step over all ranks.
+    """
+
+    def __init__(self, prompts: PromptBatch, batch_size: int) -> None:
+        self._prompts = prompts
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return -(-len(self._prompts) // self._batch_size)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        """Yield the batches."""
+        for start in range(0, len(self._prompts), self._batch_size):
+            yield self._prompts.select(range(start, min(start + self._batch_size, len(self._prompts))))
 
 
 class RolloutLoader:
@@ -315,25 +337,30 @@ def read_rows(source: PromptSource, name: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: No rows, a row that is no JSON object, or one without a ``prompt``.
     """
-    if isinstance(source, str):
-        path = Path(source)
-        if not path.is_file():
-            raise ValueError(f"{name} is {source!r}, which is neither a function nor an existing file.")
-        rows: list[Any] = []
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{name}: line {number} of {source} is not JSON ({error}).") from None
-    else:
-        rows = list(source())
+    maker = source
+    if isinstance(source, str) and not Path(source).is_file():
+        found = import_callable(source)
+        if found is None:
+            raise ValueError(f"{name} is {source!r}, which is neither an existing file nor the import path of a function.")
+        maker = found
+    rows = _read_jsonl(maker, name) if isinstance(maker, str) else list(maker())
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping) or "prompt" not in row:
             raise ValueError(f"{name}: row {number} must be an object with a 'prompt' but is {str(row)[:80]!r}.")
     if not rows:
         raise ValueError(f"{name} has no rows.")
     return [dict(row) for row in rows]
+
+
+def _read_jsonl(path: str, name: str) -> list[Any]:
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{name}: line {number} of {path} is not JSON ({error}).") from None
+    return rows
 
 
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:

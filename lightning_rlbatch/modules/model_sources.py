@@ -2,14 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias, cast
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-ModelSource: TypeAlias = Callable[[], PreTrainedModel] | str
-"""A function without arguments that makes the model, or the folder or hub name of a pretrained one."""
+from lightning_rlbatch.data.sources import import_callable
+
+ModelSource: TypeAlias = str | Callable[[], PreTrainedModel]
+"""A function without arguments that makes the model, its import path, or the folder or hub name of a pretrained model."""
 
 
 def load_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -25,10 +28,11 @@ def load_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> PreTr
     Raises:
         TypeError: The function returned something else than a transformers model.
     """
-    if isinstance(source, str):
+    maker = import_callable(source) if isinstance(source, str) and not Path(source).exists() else source
+    if isinstance(source, str) and (maker is None or maker is source):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     else:
-        model = source()
+        model = cast(Callable[[], PreTrainedModel], maker)()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"Expected the model source to make a transformers PreTrainedModel but got {type(model).__name__}.")
     model.config = copy.deepcopy(model.config)  # two models made from one config object would switch attention together

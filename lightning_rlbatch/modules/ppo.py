@@ -313,4 +313,5 @@ class PPOModule(RLBatchModule):
     @override
     def on_validation_epoch_end(self) -> None:
         sums = all_reduce_sums(self._validation_sums, self.meshes.world_group)
-        self.log_dict(reward_metrics(sums, "val/reward", "val/length"), batch_size=1)
+        # sync_dist only keeps Lightning from warning: the values are global already, equal on every rank.
+        self.log_dict(reward_metrics(sums, "val/reward", "val/length"), batch_size=1, sync_dist=True)

@@ -1,0 +1,33 @@
+"""Resolve what configuration files name by an import path."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def import_callable(path: str) -> Callable[..., Any] | None:
+    """Return the function or class that a dotted path names.
+
+    Args:
+        path: Such as ``my_project.models.build_policy``.
+
+    Returns:
+        The object, or None if the text is no import path (a folder, a file or a hub name).
+
+    Raises:
+        ValueError: The module exists but has no such attribute, or the attribute cannot be called.
+        ImportError: The module exists but its own imports fail.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name or not all(part.isidentifier() for part in path.split(".")):
+        return None
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            return None
+        raise
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"{path!r}: module {module_name!r} has no function or class {name!r}.")
+    return found  # type: ignore[no-any-return]  # attributes of a module found at run time have no type
