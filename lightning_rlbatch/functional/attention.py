@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812 (the name everybody knows)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+WINDOW_ROWS = 128  # fewest query rows per block under a sliding window
 SCORE_BLOCK = 2**22  # most scores held at once where they are computed explicitly: 16 MB in fp32
 
 
@@ -83,12 +84,14 @@ def varlen_attention(
     lens = list(seq_lens)
     # [T, H, D] -> [1, H, L, D] per sample. split, not slices: the backward of a slice writes a gradient of T rows for every sample.
     queries, keys, values = (torch.split(x.transpose(0, 1).unsqueeze(0), lens, dim=2) for x in (query, key, value))
+    explicit = softcap is not None or sinks is not None
+    mask = _window_mask(query, window) if window is not None and window < max(lens) and not explicit else None
     outputs = []
     for q, k, v in zip(queries, keys, values):
-        if softcap is not None or sinks is not None:
+        if explicit:
             out = _explicit(q, k, v, scale, causal, window, softcap, sinks, dropout)
-        elif window is not None and q.shape[2] > window:
-            out = _windowed(q, k, v, scale, window, dropout)
+        elif window is not None and mask is not None and q.shape[2] > window:
+            out = _windowed(q, k, v, scale, window, mask, dropout)
         else:
             out = _fused(q, k, v, scale, causal, dropout)
         outputs.append(out.transpose(1, 2).squeeze(0))  # [1, Hq, L, Dv] -> [L, Hq, Dv]
@@ -134,24 +137,34 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, d
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int, dropout: float) -> Tensor:
-    """Attend in blocks of query rows, each to its own block of keys and the block before: linear in L for a fixed window."""
-    size = max(window, 128)  # at least the window, so that one block before suffices
-    grouped = q.shape[1] != k.shape[1]
-    row = torch.arange(size, device=q.device)[:, None]
-    distance = row + size - torch.arange(2 * size, device=q.device)[None, :]  # between query row and key, previous block first
-    mask = (distance >= 0) & (distance < window)
-    queries, keys, values = (torch.split(x, size, dim=2) for x in (q, k, v))
+def _window_mask(like: Tensor, window: int) -> Tensor:
+    """Return the scores' additive mask of one block: row r sees columns r to r + window - 1, of keys from window - 1 tokens before it."""
+    block = min(max(window, WINDOW_ROWS), 4 * WINDOW_ROWS)
+    distance = torch.arange(window - 1 + block, device=like.device)[None, :] - torch.arange(block, device=like.device)[:, None]
+    hidden = (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int, mask: Tensor, dropout: float) -> Tensor:
+    """Attend in blocks of query rows, each to the keys that it can see: linear in L for a fixed window, one small mask for all blocks."""
+    chunk, block = max(window, WINDOW_ROWS), mask.shape[0]  # a chunk is at least the window: one chunk of keys before suffices
+    queries, keys, values = (torch.split(x, chunk, dim=2) for x in (q, k, v))
     outputs = []
     for index, rows in enumerate(queries):
-        length = rows.shape[2]
-        columns, weights, visible = keys[index], values[index], mask[:length, size : size + length]
+        columns, weights, before = keys[index], values[index], 0
         if index > 0:
-            columns, weights = torch.cat((keys[index - 1], columns), 2), torch.cat((values[index - 1], weights), 2)
-            visible = mask[:length, : size + length]
-        outputs.append(
-            F.scaled_dot_product_attention(rows, columns, weights, attn_mask=visible, dropout_p=dropout, scale=scale, enable_gqa=grouped)
-        )
+            columns, weights, before = torch.cat((keys[index - 1], columns), 2), torch.cat((values[index - 1], weights), 2), chunk
+        start = before
+        for part in torch.split(rows, block, dim=2):
+            first, end = max(0, start - window + 1), start + part.shape[2]
+            visible = mask[: part.shape[2], first - (start - window + 1) : window - 1 + part.shape[2]]
+            seen = (columns[:, :, first:end], weights[:, :, first:end])
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    part, *seen, attn_mask=visible, dropout_p=dropout, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                )
+            )
+            start = end
     return torch.cat(outputs, dim=2)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -164,7 +165,7 @@ def attach_packed_attention(
         model: The causal LM, on any device; its config objects are replaced by copies of its own.
         sp_group: Ranks that share every sequence; None means that this rank runs it alone.
         backend: See :func:`select_attention`.
-        probe: Run two short samples packed and separately and compare, unless the weights are still on the meta device.
+        probe: Run two short samples packed and separately and compare, unless the weights are on the meta device or sharded already.
 
     Returns:
         The attachment: ``detach()``, ``paused()``, or a ``with`` block.
@@ -193,7 +194,7 @@ def attach_packed_attention(
     handle = PackedAttention(model, sp_group, backend)
     with ExitStack() as undo:
         undo.callback(handle.detach)
-        if probe and not any(parameter.is_meta for parameter in model.parameters()):
+        if probe and not any(weight.is_meta or isinstance(weight, DTensor) for weight in model.parameters()):
             probe_packed_attention(model, sp_group)
             handle.num_forwards = 0
         undo.pop_all()

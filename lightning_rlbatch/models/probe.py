@@ -63,10 +63,10 @@ def probe_packed_attention(model: PreTrainedModel, sp_group: dist.ProcessGroup |
     """Run two short samples packed and one by one, and raise unless the hidden states agree.
 
     This finds models that ignore the registered attention function, drop its arguments, or number positions on their own. It costs three
-    forwards of at most five tokens (per rank), draws no random numbers, and runs FSDP's collectives if the model is sharded.
+    forwards of at most five tokens (per rank) and draws no random numbers.
 
     Args:
-        model: The attached model.
+        model: The attached model, with weights that are neither on the meta device nor sharded by FSDP.
         sp_group: The group it was attached with.
 
     Raises:
