@@ -111,7 +111,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> SampleAdvantages:
     """Compute R minus the mean reward of the OTHER rollouts of the group: n / (n - 1) (R - mean).
 
     Sources: Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!", 2019; Ahmadian et al., "Back to Basics: Revisiting
-    REINFORCE Style Optimization for Learning from Human Feedback in LLMs", 2024, eq. 10.
+    REINFORCE Style Optimization for Learning from Human Feedback in LLMs", 2024.
 
     Args:
         rewards: ``[N]``, floating point; NaN leaves the sample out of its group.
@@ -132,7 +132,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> SampleAdvantages:
 def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor) -> SampleAdvantages:
     """Compute R minus the length-weighted mean reward of the group, sum(l R) / sum(l).
 
-    Source: Hao et al., "On-Policy RL with Optimal Reward Baseline", 2025, eq. 8.
+    Source: Hao et al., "On-Policy RL with Optimal Reward Baseline", 2025.
 
     Args:
         rewards: ``[N]``, floating point; NaN leaves the sample out of its group.
@@ -164,7 +164,7 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, *, scale: float = 1.0) ->
 
     Groups of equal rewards have no gradient but count in the mean over the batch; alpha makes up for them.
 
-    Source: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", 2025, eq. 5 and 7 (there
+    Source: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", 2025 (there
     alpha = B / (B - M) with M samples in all-right or all-wrong groups).
 
     Args:
@@ -195,7 +195,7 @@ def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_by_std
 
     The leave-one-out advantage of pass@k for k = group size. Every sample but a single best one gets 0; a tie gives 0 to all.
 
-    Source: Tang et al., "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning", 2025, section 3.
+    Source: Tang et al., "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning", 2025.
 
     Args:
         rewards: ``[N]``, floating point; NaN leaves the sample out of its group.
@@ -260,7 +260,7 @@ def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> SampleAdvanta
     """Compute R minus the reward of the greedy response to the same prompt.
 
     Source: Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models",
-    2024, eq. 4.
+    2024.
 
     Args:
         rewards: ``[N]``, floating point; NaN: no reward.

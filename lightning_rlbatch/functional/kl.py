@@ -21,9 +21,10 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, 
     """Estimate KL(policy || reference) of each sampled token from its two log-probabilities.
 
     With d = log_probs - ref_log_probs: ``k1`` = d, ``k2`` = d**2 / 2, ``k3`` = exp(-d) - 1 + d, ``abs`` = abs(d). A trailing ``+``
-    keeps the value and takes the gradient of ``k2``, which on policy is the gradient of the true divergence. (The plain gradients of
-    ``k1`` average to 0 on policy: as a loss it does nothing; ``k1`` belongs in the reward.) ``k3`` uses d clamped to +-20 and is
-    itself clamped to 10, so that one token the reference finds impossible cannot take over the step; its gradient is 0 there.
+    keeps the value and takes the gradient of ``k2``, which on policy is the gradient of the true divergence. (On policy the gradient of
+    ``k1`` averages to 0, so as a loss it does nothing and belongs in the reward; that of ``k3`` is the gradient of KL(reference ||
+    policy).) ``k3`` uses d clamped to +-20 and is itself clamped to 10, so that one token the reference finds impossible cannot take
+    over the step; its gradient is 0 there.
 
     Sources: Schulman, "Approximating KL Divergence", 2020 (k1, k2, k3); Tang and Munos, "On a few pitfalls in KL divergence gradient
     estimation for RL", 2025 (whose gradient is which).

@@ -119,7 +119,7 @@ def ppo_clip_loss(
     ``dual_clip`` is set, at most -A * dual_clip.
 
     Sources: Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7; Yu et al., "DAPO", 2025 (clip-higher); Ye et al.,
-    "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", 2020, eq. 5 (dual clip).
+    "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", 2020 (dual clip).
 
     Args:
         log_probs: ``[T]``, floating point.
@@ -236,7 +236,7 @@ def check_clip_bounds(clip_low: float, clip_high: float) -> None:
 def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coefficient: float = 1.0) -> LossTerms:
     """Compute -coefficient * entropy: what a loss subtracts to keep the policy from collapsing.
 
-    Source: Williams and Peng, "Function Optimization using Connectionist Reinforcement Learning Algorithms", 1991, eq. 11.
+    Source: Williams and Peng, "Function Optimization using Connectionist Reinforcement Learning Algorithms", 1991.
 
     Args:
         entropy: ``[T]``, floating point, differentiable, in nats: of the distribution that token t was sampled from.

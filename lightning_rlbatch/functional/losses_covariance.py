@@ -44,7 +44,7 @@ def token_keys(sample_ids: Tensor, cu_seqlens: Tensor, num_tokens: int, *, seed:
 def token_covariance(log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, peers: Peers = ALONE) -> Tensor:
     """Compute (log p - mean log p) (A - mean A) of each token, the means over all response tokens of the mini-batch.
 
-    Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, eq. 9.
+    Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025.
 
     Args:
         log_probs: ``[T]``, floating point: this rank's part of the mini-batch.
@@ -77,7 +77,7 @@ def select_kl_cov(
 ) -> Tensor:
     """Choose the tokens of highest covariance: max(1, floor(fraction * num_tokens)) of the whole mini-batch.
 
-    Source: Cui et al., 2025, eq. 12. Ties are broken by ``keys``, so the choice does not depend on the layout.
+    Source: Cui et al., 2025 (KL-Cov). Ties are broken by ``keys``, so the choice does not depend on the layout.
 
     Args:
         log_probs: ``[T]``, floating point: of the current policy, or the old ones (exact in the first mini-batch of an iteration).
@@ -120,7 +120,7 @@ def select_clip_cov(
 ) -> Tensor:
     """Choose at random up to max(1, floor(fraction * num_tokens)) tokens with a covariance in (lower, upper) that PPO does not clip.
 
-    Source: Cui et al., 2025, eq. 10.
+    Source: Cui et al., 2025 (Clip-Cov).
 
     Args:
         log_probs: ``[T]``, floating point: of the current policy, or the old ones (exact in the first mini-batch of an iteration).
@@ -168,7 +168,7 @@ def clip_cov_loss(
 ) -> LossTerms:
     """Compute PPO's clipped surrogate, 0 at the selected tokens.
 
-    Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, eq. 11 (Clip-Cov).
+    Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025 (Clip-Cov).
 
     Args:
         log_probs: ``[T]``, floating point, differentiable.
@@ -203,7 +203,7 @@ def kl_cov_loss(
 ) -> LossTerms:
     """Compute -A r, plus coefficient * abs(log r) at the selected tokens.
 
-    Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, eq. 13 (KL-Cov).
+    Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025 (KL-Cov).
 
     Args:
         log_probs: ``[T]``, floating point, differentiable.

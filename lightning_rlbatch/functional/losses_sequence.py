@@ -72,7 +72,7 @@ def gmpo_loss(
     log r is clipped to [-clip_low, clip_high] token by token, only where that lowers the objective (as in PPO). Every response token of
     a sample carries the sample's product of ratio and its own advantage, so ``seq-mean-token-mean`` gives the paper's objective.
 
-    Source: Zhao et al., "Geometric-Mean Policy Optimization", 2025, eq. 4.
+    Source: Zhao et al., "Geometric-Mean Policy Optimization", 2025.
 
     Args:
         log_probs: ``[T]``, floating point, differentiable.

@@ -107,7 +107,7 @@ def sapo_loss(
 
     At r = 1 the gradient is that of -A r. The paper aggregates by ``seq-mean-token-mean``.
 
-    Source: Gao et al., "Soft Adaptive Policy Optimization", 2025, eq. 5 and 6.
+    Source: Gao et al., "Soft Adaptive Policy Optimization", 2025.
 
     Args:
         log_probs: ``[T]``, floating point, differentiable.

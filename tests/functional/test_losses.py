@@ -353,6 +353,9 @@ def test_k1_and_k3_are_unbiased_and_straight_through_k3_has_the_gradient_of_the_
         sampled = (log_p.exp().detach() * kl_penalty(log_p, log_q, everywhere, kind)).sum()
         (gradient,) = torch.autograd.grad(sampled, logits, retain_graph=True)
         torch.testing.assert_close(gradient, true_gradient)
+    (other_way,) = torch.autograd.grad((log_q.exp() * (log_q - log_p)).sum(), logits, retain_graph=True)
+    (gradient,) = torch.autograd.grad((log_p.exp().detach() * kl_penalty(log_p, log_q, everywhere, "k3")).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(gradient, other_way)
     (nothing,) = torch.autograd.grad((log_p.exp().detach() * kl_penalty(log_p, log_q, everywhere, "k1")).sum(), logits)
     assert nothing.abs().max() < 1e-12
 
