@@ -1,10 +1,11 @@
 """The unit that a Lightning dataloader yields: one optimizer step's samples of this rank, cut into micro-batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.functional.plan import BatchPlan
 
 
 class MiniBatch:
@@ -14,16 +15,16 @@ class MiniBatch:
 
     Args:
         micro_batches: In the order in which they run. A filler is a micro-batch without a response token.
-        metrics: Plain numbers about the plan, logged with the step; the same on every rank.
+        plan: Which sample of the whole mini-batch runs where; the same on every rank. Its numbers are logged with the step.
     """
 
-    __slots__ = ("metrics", "micro_batches")
+    __slots__ = ("micro_batches", "plan")
 
-    def __init__(self, micro_batches: Sequence[PackedBatch], metrics: Mapping[str, float] | None = None) -> None:
+    def __init__(self, micro_batches: Sequence[PackedBatch], plan: BatchPlan | None = None) -> None:
         if not micro_batches:
             raise ValueError("A mini-batch needs at least one micro-batch (a filler, if this rank has no samples).")
         self.micro_batches = list(micro_batches)
-        self.metrics = dict(metrics or {})
+        self.plan = plan
 
     @classmethod
     def cut(
@@ -32,7 +33,7 @@ class MiniBatch:
         micro_batches: Sequence[Sequence[int]],
         *,
         sp_size: int = 1,
-        metrics: Mapping[str, float] | None = None,
+        plan: BatchPlan | None = None,
     ) -> "MiniBatch":
         """Cut this rank's samples into micro-batches.
 
@@ -40,7 +41,7 @@ class MiniBatch:
             samples: This rank's samples; may be empty.
             micro_batches: Positions in ``samples`` for each micro-step; ``[]`` becomes a filler.
             sp_size: Sequence-parallel size: a filler has a token for every rank of the group.
-            metrics: See the class.
+            plan: See the class.
 
         Returns:
             The mini-batch.
@@ -49,12 +50,17 @@ class MiniBatch:
         filler_tokens = max(2, sp_size)
         return cls(
             [samples.select(indices) if indices else PackedBatch.filler(samples.schema, filler_tokens) for indices in micro_batches],
-            metrics,
+            plan,
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MiniBatch":
         """Return a copy on another device."""
-        return MiniBatch([micro.to(device, non_blocking=non_blocking) for micro in self.micro_batches], self.metrics)
+        return MiniBatch([micro.to(device, non_blocking=non_blocking) for micro in self.micro_batches], self.plan)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the plan, the same on every rank."""
+        return {} if self.plan is None else {f"balance/{name}": value for name, value in self.plan.metrics().items()}
 
     @property
     def num_tokens(self) -> int:

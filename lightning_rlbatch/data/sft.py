@@ -39,15 +39,14 @@ class MiniBatchDataset(Dataset[MiniBatch]):
 
     def __getitem__(self, item: PlannedIndices) -> MiniBatch:
         """Return this rank's micro-batches of one mini-batch."""
-        metrics = {f"balance/{name}": value for name, value in item.plan.metrics().items()}
         indices = [index for bucket in item.micro_batches for index in bucket]
         if not indices:
             empty = PackedBatch.empty(PackedBatch.from_samples([self.samples[0]]).schema)
-            return MiniBatch.cut(empty, item.micro_batches, sp_size=self.sp_size, metrics=metrics)
+            return MiniBatch.cut(empty, item.micro_batches, sp_size=self.sp_size, plan=item.plan)
         packed = PackedBatch.from_samples([self.samples[index] for index in indices])
         place = iter(range(len(indices)))
         micro_batches = [[next(place) for _ in bucket] for bucket in item.micro_batches]
-        return MiniBatch.cut(packed, micro_batches, sp_size=self.sp_size, metrics=metrics)
+        return MiniBatch.cut(packed, micro_batches, sp_size=self.sp_size, plan=item.plan)
 
 
 class SFTDataModule(pl.LightningDataModule):

@@ -155,7 +155,7 @@ class RolloutStore:
             ids: Rollouts of the mini-batch, the same on every rank.
 
         Returns:
-            This rank's micro-batches, with the plan's metrics.
+            This rank's micro-batches.
         """
         if not ids:  # every rollout was filtered out: a legal step without an update
             return MiniBatch.cut(self.samples, [[]], sp_size=self._meshes.sp_size)
@@ -163,8 +163,7 @@ class RolloutStore:
         self._move(ids, plan)
         place = {index: position for position, index in enumerate(self.sample_ids)}
         micro_batches = [[place[ids[position]] for position in bucket] for bucket in plan.assignment[self._meshes.dp_rank]]
-        metrics = {f"balance/{name}": value for name, value in plan.metrics().items()}
-        return MiniBatch.cut(self.samples, micro_batches, sp_size=self._meshes.sp_size, metrics=metrics)
+        return MiniBatch.cut(self.samples, micro_batches, sp_size=self._meshes.sp_size, plan=plan)
 
     def _move(self, ids: Sequence[int], plan: BatchPlan) -> None:
         before = list(self._holder)
