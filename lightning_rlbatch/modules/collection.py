@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.prompts import PromptBatch, contiguous_share
@@ -18,6 +16,7 @@ from lightning_rlbatch.data.store import SAMPLE_ID, RolloutStore, RolloutTable, 
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.reductions import all_reduce_max, all_reduce_sums
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.modules.progress import rollout_progress
 from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.rollout.engine import Completion, RolloutRequest, SamplingParams, rollout_seed
 from lightning_rlbatch.rollout.weights import full_parameters
@@ -116,7 +115,8 @@ class RolloutCollector:
             for index in self.own
         ]
         # The phases of one rank only (its own prompts, its own reward calls) fail on every rank, or none would notice.
-        with fail_together(self.meshes.world_group, "generation"), self._timed("generation"), self._progress(description) as update:
+        progress = rollout_progress(self.module.trainer, len(self.own), description)
+        with fail_together(self.meshes.world_group, "generation"), self._timed("generation"), progress as update:
             completions = self.module.rollout_engine.generate(requests, sampling, on_progress=update)
         with fail_together(self.meshes.world_group, "rewards"), self._timed("rewards"):
             chosen = [index // size for index in self.own]
@@ -129,21 +129,6 @@ class RolloutCollector:
                 columns={name: [self.prompts.columns[prompt].get(name) for prompt in chosen] for name in sorted(names)},
             )
         return completions, rewards, by_name
-
-    @contextmanager
-    def _progress(self, description: str) -> Iterator[Callable[[int, int], None]]:
-        callback = self.module.trainer.progress_bar_callback
-        shown = callback is not None and callback.is_enabled and rank_zero_only.rank == 0
-        with tqdm(total=len(self.own), desc=description, unit="rollout", disable=not shown, leave=False) as bar:
-            tokens = 0
-
-            def update(num_finished: int, num_tokens: int) -> None:
-                nonlocal tokens
-                tokens += num_tokens
-                bar.set_postfix(tokens=tokens, refresh=False)
-                bar.update(num_finished)
-
-            yield update
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

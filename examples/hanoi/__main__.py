@@ -1,0 +1,73 @@
+"""The main job: warm a policy up on demonstrations, improve it by RL on two FSDP ranks, show what changed.
+
+Run ``make demo``, or ``python -m examples.hanoi`` in an environment with the ``examples`` extra.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+FOLDER = Path("examples/hanoi")
+OUTPUT = Path("outputs/hanoi")
+
+
+def main() -> None:
+    """Run both phases, then print a table and draw the curves."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="seed of initial weights, data order and sampling")
+    parser.add_argument("--sft-steps", type=int, default=250, help="optimizer steps of the warm-up")
+    parser.add_argument("--iterations", type=int, default=60, help="RL iterations")
+    parser.add_argument("--samples", type=int, default=64, help="answers sampled per puzzle for the table")
+    arguments = parser.parse_args()
+    console = Console()
+    shutil.rmtree(OUTPUT, ignore_errors=True)
+    start = time.perf_counter()
+    seed = [f"--seed_everything={arguments.seed}", f"--data.init_args.seed={arguments.seed}"]
+    console.rule("1. Supervised warm-up on noisy demonstrations (2 FSDP ranks)")
+    run("sft.yaml", f"--trainer.max_steps={arguments.sft_steps}", *seed)
+    warmed = time.perf_counter()
+    console.rule("2. GRPO with the verifier's exact success as reward (2 FSDP ranks)")
+    run("grpo.yaml", f"--trainer.max_epochs={arguments.iterations}", *seed)
+    trained = time.perf_counter()
+    console.rule("3. What changed")
+    report(console, arguments.samples)
+    end = time.perf_counter()
+    console.print(f"\nWarm-up {warmed - start:.0f} s, RL {trained - warmed:.0f} s, report {end - trained:.0f} s, total {end - start:.0f} s.")
+    console.print(f"Curves, batch plans, logs and checkpoints: {OUTPUT}/")
+
+
+def run(config: str, *overrides: str) -> None:
+    """Run ``rlbatch fit`` with a configuration of this folder, and stop if it fails."""
+    command = [sys.executable, "-m", "lightning_rlbatch", "fit", "--config", str(FOLDER / config), *overrides]
+    finished = subprocess.run(command, check=False)
+    if finished.returncode:
+        sys.exit(finished.returncode)
+
+
+def report(console: Console, num_samples: int) -> None:
+    """Print sampled accuracy before and after RL, and write the pictures."""
+    # Imported here: the training commands above are processes of their own, and start sooner without these.
+    from examples.hanoi.evaluation import accuracy_by_disks
+    from examples.hanoi.plots import reward_curve
+
+    before, after = (accuracy_by_disks(OUTPUT / phase / "policy", num_samples) for phase in ("sft", "grpo"))
+    table = Table(title=f"Sampled accuracy, {num_samples} answers per puzzle")
+    for column in ("puzzles", "moves needed", "after warm-up", "after RL"):
+        table.add_column(column, justify="right")
+    for split, disks in before:
+        moves = "" if disks is None else str(2**disks - 1)
+        label = f"{split}, {'all' if disks is None else f'{disks} disks'}"
+        table.add_row(label, moves, f"{before[split, disks]:.2f}", f"{after[split, disks]:.2f}", end_section=disks is None)
+    console.print(table)
+    reward_curve(OUTPUT / "grpo" / "metrics.csv", OUTPUT / "reward_curve.png")
+    console.print(f"Held-out sampled accuracy: {before['held-out', None]:.3f} -> {after['held-out', None]:.3f}")
+
+
+if __name__ == "__main__":
+    main()
