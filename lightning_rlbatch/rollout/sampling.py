@@ -72,7 +72,7 @@ def sample_tokens(
 
     Returns:
         ``[B]`` int64 tokens, and ``[B]`` float32 log-probs of these under ``log_softmax(logits / temperature)`` (temperature 1 when
-        greedy) over the whole vocabulary.
+        greedy) over the whole vocabulary; NaN, with any token, where the logits hold NaN.
 
     Example:
         >>> logits = torch.log(torch.tensor([[0.2, 0.3, 0.5]]))
@@ -89,5 +89,5 @@ def sample_tokens(
     total = cumulative[:, -1:]
     # strictly below the total, so that a token of probability 0 at the end of the vocabulary is never drawn
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target, right=True)
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)  # NaN compares with nothing
     return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0]
