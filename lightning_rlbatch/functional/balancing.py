@@ -131,7 +131,9 @@ def _equal_members(values: IntArray, num_parts: int, tolerance: float) -> IntArr
     if len(values) <= FEW_PER_PART * num_parts:
         return _few_per_part(values, num_parts, True, tolerance)
     outliers = isolate_outliers(values, num_parts)
-    rest = np.setdiff1d(np.arange(len(values)), np.array([i for part in outliers for i in part], dtype=np.int64))
+    open_samples = np.ones(len(values), dtype=np.bool_)
+    open_samples[[i for part in outliers for i in part]] = False
+    rest = np.flatnonzero(open_samples)
     heaviest = max((int(values[part].sum()) for part in outliers), default=0)
     inner = _many_per_part(values[rest], num_parts - len(outliers), heaviest)
     width = max(inner.shape[1], max(map(len, outliers), default=0))
@@ -145,15 +147,16 @@ def _equal_members(values: IntArray, num_parts: int, tolerance: float) -> IntArr
 def _many_per_part(values: IntArray, num_parts: int, heaviest_elsewhere: int) -> IntArray:
     bound = equal_partition_bound(values, num_parts, strong=False)
     target = max(heaviest_elsewhere, _within(bound, FINE))
+    goal = np.full(num_parts, target)
     padded = np.append(values, 0)
     search = Exchange(padded, difference_rows(values, num_parts), equal_size=True)
-    level(search, target, 1, MAX_ROUNDS)
+    level(search, goal, MAX_ROUNDS)
     if int(search.load.max()) <= target:
         return search.members
     other = Exchange(padded, to_matrix(longest_first(values, num_parts, True), len(values)), equal_size=True)
-    level(other, target, 1, MAX_ROUNDS)
+    level(other, goal, MAX_ROUNDS)
     best = min((search, other), key=lambda s: int(s.load.max()))
-    settle(best, target, (1,), MAX_STEPS)
+    settle(best, goal, (1,), MAX_STEPS)
     return best.members
 
 
@@ -163,12 +166,12 @@ def _few_per_part(values: IntArray, num_parts: int, equal_size: bool, tolerance:
     bound = equal_partition_bound(values, num_parts, strong=False) if equal_size else free_partition_bound(values, num_parts)
     start = to_matrix(longest_first(values, num_parts, equal_size), len(values), extra=0 if equal_size else 1)
     search = Exchange(padded, start, equal_size)
-    level(search, _within(bound, FINE), 1, 2)
+    level(search, np.full(num_parts, _within(bound, FINE)), 2)
     if int(search.load.max()) > _within(bound, FINE) and equal_size:
         bound = equal_partition_bound(values, num_parts)
     target = _within(bound, tolerance)
     sizes = (1, 2, 3)[: min(start.shape[1], 1 if start.shape[1] > 2 * FEW_PER_PART else 3)]
-    settle(search, target, sizes, MAX_STEPS)
+    settle(search, np.full(num_parts, target), sizes, MAX_STEPS)
     if len(values) <= TINY and num_parts > 1:
         _restart(search, target, sizes)
     return search.members
@@ -191,7 +194,7 @@ def _restart(search: Exchange, target: int, sizes: tuple[int, ...]) -> None:
             search.reset(kept)
             continue
         search.reset(search.members)
-        settle(search, target, sizes, MAX_STEPS)
+        settle(search, np.full(rows, target), sizes, MAX_STEPS)
         if int(search.load.max()) > worst:
             search.reset(kept)
 
@@ -205,8 +208,9 @@ def _free_members(values: IntArray, num_parts: int, tolerance: float) -> IntArra
     if members.size > 4 * len(values) + MAX_CELLS:
         return members  # a few parts hold nearly all samples, of next to no weight: nothing to gain, and no room for the matrix
     search = Exchange(np.append(values, 0), members, equal_size=False)
-    level(search, target, 1, MAX_ROUNDS)
-    settle(search, target, (1,), MAX_STEPS)
+    goal = np.full(num_parts, target)
+    level(search, goal, MAX_ROUNDS)
+    settle(search, goal, (1,), MAX_STEPS)
     return search.members
 
 

@@ -15,7 +15,6 @@ from lightning_rlbatch.functional.workload import IntArray
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 KEY_LIMIT = 2**61
-PAIR_LIMIT = 20_000  # column sets compared in one round
 
 
 @lru_cache(maxsize=32)
@@ -25,87 +24,121 @@ def _subsets(width: int, size: int) -> IntArray:
 
 
 class Exchange:
-    """The best exchange of one size for many pairs of rows at once.
+    """The best exchange of one size for many pairs of parts at once.
 
     For a pair with loads H >= L, swapping a for b leaves the difference ``|H - L - 2 (a - b)|``. One binary search over the sums of
-    the lighter rows, with the pair's number as leading digit, finds for every a of every heavier row the b that comes closest to
-    ``a - (H - L) / 2``.
+    the lighter parts, with the pair's number as leading digit, finds for every a of every heavier part the b that comes closest to
+    the wanted ``a - b``.
 
     Args:
         weights: ``[N + 1]``, int64; the last is the dummy's 0.
         members: ``[k, m]``, int64; changed in place.
-        equal_size: A row must not receive a second dummy.
+        equal_size: A part must not receive a second dummy.
+        num_rows: Parts come in so many rows of equal length; what counts is the heaviest part of every row.
+        tokens: ``[N + 1]``, int64, a second weight; no exchange brings its sum in a part above ``budget``.
+        budget: See ``tokens``.
     """
 
-    def __init__(self, weights: IntArray, members: IntArray, equal_size: bool) -> None:
+    def __init__(
+        self,
+        weights: IntArray,
+        members: IntArray,
+        equal_size: bool,
+        *,
+        num_rows: int = 1,
+        tokens: IntArray | None = None,
+        budget: int = 0,
+    ) -> None:
         self.weights = weights
-        self.members = members
+        self.tokens = tokens
+        self.budget = budget
         self.equal_size = equal_size
-        self.load: IntArray = weights[members].sum(axis=1)
+        self.row_of = np.repeat(np.arange(num_rows), len(members) // num_rows)
+        self.num_rows = num_rows
         self.dummy = len(weights) - 1
+        self.reset(members)
 
     def reset(self, members: IntArray) -> None:
         """Replace the partition."""
         self.members = members
-        self.load = self.weights[members].sum(axis=1)
+        self.load: IntArray = self.weights[members].sum(axis=1)
+        self.held: IntArray | None = None if self.tokens is None else self.tokens[members].sum(axis=1)
 
-    def find(self, heavy: IntArray, light: IntArray, size: int, aim: IntArray | None = None) -> tuple[IntArray, IntArray, IntArray]:
+    def row_maxima(self) -> IntArray:
+        """Return the load of the heaviest part of every row."""
+        result: IntArray = self.load.reshape(self.num_rows, -1).max(axis=1)
+        return result
+
+    def find(self, heavy: IntArray, light: IntArray, size: int, aim: IntArray, limit: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Find the best exchange of every pair.
 
         Args:
-            heavy: ``[P]``, int64, rows that give the larger sum.
-            light: ``[P]``, int64, rows of at most their load.
+            heavy: ``[P]``, int64, parts that give the larger sum.
+            light: ``[P]``, int64, parts that give the smaller sum.
             size: Entries that each side gives.
-            aim: ``[P]``, int64, the weight to transfer; default half the difference of the loads.
+            aim: ``[P]``, int64, the weight to transfer.
+            limit: ``[P]``, int64, the most that may be transferred; never all that a part holds.
 
         Returns:
-            ``[P]`` each: the transferred weight a - b (0: nothing helps), and the column set of the heavy and of the light row.
+            ``[P]`` each: the transferred weight a - b (0: nothing helps), and the column set of the heavy and of the light part.
         """
         sets = _subsets(self.members.shape[1], size)
-        gap = self.load[heavy] - self.load[light]
-        doubled = gap if aim is None else 2 * aim
-        give, take = self._sums(heavy, sets), self._sums(light, sets)
+        give, take = self._sums(self.weights, heavy, sets), self._sums(self.weights, light, sets)
         top = int(max(take.max(initial=0), give.max(initial=0))) + 2
-        shift = max(0, (top * (len(heavy) + 1)).bit_length() - 61)  # a rounded key only costs precision of the choice
-        base = (np.arange(len(heavy), dtype=np.int64) * ((top >> shift) + 1))[:, None]
-        forbidden_give, forbidden_take = self._second_dummy(heavy, light, sets)
+        forbidden, forbidden_take = self._second_dummy(heavy, light, sets)
         take = np.where(forbidden_take, top, take)
         order = np.argsort(take, axis=1, kind="stable")
-        keys = (base + (np.take_along_axis(take, order, axis=1) >> shift)).reshape(-1)
-        wanted = np.clip(give - (doubled // 2)[:, None], 0, top - 1) >> shift
-        right = np.searchsorted(keys, (base + wanted).reshape(-1)).reshape(give.shape)
-        starts = (np.arange(len(heavy), dtype=np.int64) * len(sets))[:, None]
+        ordered = np.take_along_axis(take, order, axis=1)
+        right = _search(ordered, np.clip(give - aim[:, None], 0, top - 1), top)
+        places = [right - 1, right]
+        more = less = None
+        if self.tokens is not None and self.held is not None:
+            more, less = self._sums(self.tokens, heavy, sets), self._sums(self.tokens, light, sets)
+            less = np.take_along_axis(less, order, axis=1)
+            if size == 1:  # the lightest partner that frees enough tokens; exact where tokens grow with weight
+                free = self.budget - self.held[light]
+                places.append(_search(less, np.clip(more - free[:, None], 0, self.budget + 1), self.budget + 2))
+        most = np.minimum(limit, self.load[heavy] - 1)[:, None]
         best: tuple[IntArray, ...] | None = None
-        for place in (right - 1, right):
-            position = np.clip(place - starts, 0, len(sets) - 1)
-            moved = give - np.take_along_axis(take, np.take_along_axis(order, position, axis=1), axis=1)
-            left_over = np.where((moved <= 0) | (moved >= gap[:, None]), KEY_LIMIT, np.abs(doubled[:, None] - 2 * moved))
-            left_over = np.where(forbidden_give, KEY_LIMIT, left_over)
+        for place in places:
+            position = np.clip(place, 0, len(sets) - 1)
+            moved = give - np.take_along_axis(ordered, position, axis=1)
+            bad = (moved <= 0) | (moved > most) | forbidden
+            if more is not None and less is not None:
+                bad |= self._over_budget(heavy, light, more - np.take_along_axis(less, position, axis=1))
+            left_over = np.where(bad, KEY_LIMIT, np.abs(aim[:, None] - moved))
             choice = left_over.argmin(axis=1)[:, None]
             found = [np.take_along_axis(x, choice, axis=1)[:, 0] for x in (left_over, moved)]
             partner = np.take_along_axis(order, np.take_along_axis(position, choice, axis=1), axis=1)[:, 0]
             candidate = (found[0], found[1], choice[:, 0], partner)
             best = candidate if best is None else tuple(np.where(candidate[0] < best[0], c, b) for c, b in zip(candidate, best))
         assert best is not None
-        moved = np.where(best[0] < KEY_LIMIT, best[1], 0)
-        return moved, best[2], best[3]
+        return np.where(best[0] < KEY_LIMIT, best[1], 0), best[2], best[3]
 
-    def apply(self, heavy: IntArray, light: IntArray, moved: IntArray, give: IntArray, take: IntArray, size: int) -> None:
+    def apply(self, heavy: IntArray, light: IntArray, give: IntArray, take: IntArray, size: int) -> None:
         """Swap the chosen column sets of disjoint pairs."""
         sets = _subsets(self.members.shape[1], size)
         rows_h, rows_l, columns_h, columns_l = heavy[:, None], light[:, None], sets[give], sets[take]
         kept = self.members[rows_h, columns_h]
         self.members[rows_h, columns_h] = self.members[rows_l, columns_l]
         self.members[rows_l, columns_l] = kept
-        self.load[heavy] -= moved
-        self.load[light] += moved
+        changed = np.concatenate([heavy, light])
+        self.load[changed] = self.weights[self.members[changed]].sum(axis=1)
+        if self.tokens is not None and self.held is not None:
+            self.held[changed] = self.tokens[self.members[changed]].sum(axis=1)
 
-    def _sums(self, rows: IntArray, sets: IntArray) -> IntArray:
-        weights = self.weights[self.members[rows]]
-        total: IntArray = weights[:, sets[:, 0]]
+    def _sums(self, weights: IntArray, parts: IntArray, sets: IntArray) -> IntArray:
+        entries = weights[self.members[parts]]
+        total: IntArray = entries[:, sets[:, 0]]
         for column in range(1, sets.shape[1]):
-            total = total + weights[:, sets[:, column]]
+            total = total + entries[:, sets[:, column]]
         return total
+
+    def _over_budget(self, heavy: IntArray, light: IntArray, moved_tokens: IntArray) -> BoolArray:
+        assert self.held is not None
+        after_l = self.held[light][:, None] + moved_tokens
+        after_h = self.held[heavy][:, None] - moved_tokens
+        return np.asarray((after_l > self.budget) | (after_h > self.budget))
 
     def _second_dummy(self, heavy: IntArray, light: IntArray, sets: IntArray) -> tuple[BoolArray, BoolArray]:
         """Mark the sets, [P, sets], that would leave two dummies in one row where both rows have one."""
@@ -119,66 +152,87 @@ class Exchange:
         return dummy_h[:, sets].any(axis=2) & both[:, None], dummy_l[:, sets].any(axis=2) & both[:, None]
 
 
-def level(exchange: Exchange, target: int, size: int, max_rounds: int) -> None:
-    """Exchange between every row above the target and as many of the lightest rows, until all are below it or nothing helps.
+def _search(ordered: IntArray, wanted: IntArray, top: int) -> IntArray:
+    """Return where ``wanted`` would be inserted in its own line of ``ordered`` ([P, sets] each, values from 0 to ``top``)."""
+    shift = max(0, (top * (len(ordered) + 1)).bit_length() - 61)  # a rounded key only costs precision of the choice
+    line = np.arange(len(ordered), dtype=np.int64)[:, None]
+    keys = line * ((top >> shift) + 1) + (ordered >> shift)
+    found = np.searchsorted(keys.reshape(-1), (line * ((top >> shift) + 1) + (wanted >> shift)).reshape(-1))
+    return np.asarray(found.reshape(wanted.shape) - line * ordered.shape[1])
+
+
+def level(exchange: Exchange, target: IntArray, max_rounds: int) -> None:
+    """Swap single entries between the i-th heaviest and the i-th lightest part of every row, where the heavy one is above its target.
 
     Args:
         exchange: The partition, changed in place.
-        target: Load that is good enough.
-        size: Entries that each side gives.
+        target: ``[k]``, int64, load of a part that is good enough.
         max_rounds: Rounds at most; a clock would give every rank another answer.
     """
-    half = len(exchange.load) // 2
-    shift = 0
+    width = len(exchange.load) // exchange.num_rows
+    half, shift = width // 2, 0
+    first = np.arange(exchange.num_rows)[:, None] * width
     for _ in range(max_rounds):
-        order = np.argsort(-exchange.load, kind="stable")
-        count = min(half, int((exchange.load > target).sum()))
-        if count == 0 or shift >= half:
+        if shift >= half:
             return
-        heavy, light = order[:count], np.roll(order[::-1][:half], -shift)[:count]
-        moved, give, take = exchange.find(heavy, light, size)
+        order = np.argsort(-exchange.load.reshape(-1, width), axis=1, kind="stable") + first
+        heavy, light = order[:, :half], np.roll(order[:, ::-1][:, :half], -shift, axis=1)
+        above = exchange.load[heavy] > target[heavy]
+        if not above.any():
+            return
+        heavy, light = heavy[above], light[above]
+        gap = exchange.load[heavy] - exchange.load[light]
+        moved, give, take = exchange.find(heavy, light, 1, gap // 2, gap - 1)
         use = moved > 0
         if use.any():
-            exchange.apply(heavy[use], light[use], moved[use], give[use], take[use], size)
+            exchange.apply(heavy[use], light[use], give[use], take[use], 1)
         shift = 0 if use.all() else shift + 1
 
 
-def settle(exchange: Exchange, target: int, sizes: tuple[int, ...], max_rounds: int) -> None:
-    """Bring the rows above the target down to it, each by the exchange that costs the others least.
+def settle(exchange: Exchange, target: IntArray, sizes: tuple[int, ...], max_rounds: int, max_pairs: int = 20_000) -> None:
+    """Bring the parts above their target down to it, each by the exchange that costs the others least.
 
-    Every round compares the heaviest rows with many partners. A row takes the smallest transfer that brings it to the target and keeps its
-    partner there; without one, the exchange after which the heavier of the two is lightest. Larger exchanges are tried only when smaller
-    ones no longer help.
+    Every round compares the parts most above their target with many partners. A part takes the smallest transfer that brings it to the
+    target and keeps its partner where it does not count; without one, the exchange after which the heavier of the two is lightest.
+    No row maximum ever grows. Larger exchanges are tried only when smaller ones no longer help.
 
     Args:
         exchange: The partition, changed in place.
-        target: Load that is good enough.
+        target: ``[k]``, int64, load of a part that is good enough.
         sizes: Entries that each side gives, tried in this order.
         max_rounds: Rounds at most.
+        max_pairs: Column sets compared in one round at most.
     """
     stage = 0
     for _ in range(max_rounds):
-        order = np.argsort(-exchange.load, kind="stable")
-        num_heavy = int((exchange.load > target).sum())
+        excess = exchange.load - target
+        order = np.argsort(-excess, kind="stable")
+        num_heavy = int((excess > 0).sum())
         if num_heavy == 0 or stage == len(sizes):
             return
         num_sets = len(_subsets(exchange.members.shape[1], sizes[stage]))
-        partners = order[max(1, num_heavy) :][::-1] if num_heavy < len(order) else order[1:][::-1]
-        partners = partners[: max(8, PAIR_LIMIT // num_sets)]
-        heavy = order[: max(1, min(num_heavy, PAIR_LIMIT // (num_sets * max(1, len(partners)))))]
+        room = np.where(excess > 0, -1, exchange.row_maxima()[exchange.row_of] - exchange.load)
+        partners = np.argsort(-room, kind="stable")[: max(1, int((room >= 0).sum()))]
+        partners = partners[: max(8, max_pairs // num_sets)]
+        heavy = order[: max(1, min(num_heavy, max_pairs // (num_sets * len(partners))))]
         stage = 0 if _settle_round(exchange, target, heavy, partners, sizes[stage]) else stage + 1
 
 
-def _settle_round(exchange: Exchange, target: int, heavy: IntArray, partners: IntArray, size: int) -> bool:
-    """Apply at most one exchange per heavy row and per partner; say whether there was any."""
-    rows, others = np.repeat(heavy, len(partners)), np.tile(partners, len(heavy))
-    load_h, load_p = exchange.load[rows], exchange.load[others]
-    excess, room = load_h - target, np.maximum(target - load_p, 0)
-    aim = np.maximum(np.minimum((load_h - load_p) // 2, excess + (room - excess) // 8), 1)
-    moved, give, take = exchange.find(rows, others, size, aim)
-    after = np.maximum(load_h - moved, load_p + moved)
-    score = np.where(after <= target, moved - KEY_LIMIT, after)  # reached: the smaller the transfer, the better
-    score = np.where((moved > 0) & (after < load_h), score, KEY_LIMIT).reshape(len(heavy), len(partners))
+def _settle_round(exchange: Exchange, target: IntArray, heavy: IntArray, partners: IntArray, size: int) -> bool:
+    """Apply at most one exchange per heavy part and per partner; say whether there was any."""
+    parts, others = np.repeat(heavy, len(partners)), np.tile(partners, len(heavy))
+    load_h, load_p = exchange.load[parts], exchange.load[others]
+    same = exchange.row_of[parts] == exchange.row_of[others]
+    ceiling = np.where(same, target[others], exchange.row_maxima()[exchange.row_of[others]])  # up to here the partner costs nothing
+    limit = np.where(same, load_h - 1, ceiling) - load_p
+    excess = load_h - target[parts]
+    aim = excess + (np.maximum(ceiling - load_p, 0) - excess) // 8
+    aim = np.maximum(np.minimum(aim, np.where(same, (load_h - load_p) // 2, limit)), 1)
+    moved, give, take = exchange.find(parts, others, size, aim, limit)
+    after_h, after_p = load_h - moved, load_p + moved
+    reached = (after_h <= target[parts]) & (after_p <= ceiling)
+    score = np.where(reached, moved - KEY_LIMIT, np.where(same, np.maximum(after_h, after_p), after_h) - exchange.load.min())
+    score = np.where(moved > 0, score, KEY_LIMIT).reshape(len(heavy), len(partners))
     chosen: list[int] = []
     for i in range(len(heavy)):
         best = int(score[i].argmin())
@@ -187,5 +241,5 @@ def _settle_round(exchange: Exchange, target: int, heavy: IntArray, partners: In
             score[:, best] = KEY_LIMIT
     pick = np.array(chosen, dtype=np.int64)
     if chosen:
-        exchange.apply(rows[pick], others[pick], moved[pick], give[pick], take[pick], size)
+        exchange.apply(parts[pick], others[pick], give[pick], take[pick], size)
     return bool(chosen)

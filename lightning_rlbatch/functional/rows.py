@@ -4,11 +4,16 @@ A unit is one sample, or a group of samples that stays together. A bucket is the
 micro-step: ``dp_size`` buckets, of which every rank runs one while the others wait for the slowest.
 """
 
+from bisect import bisect_right
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
+from lightning_rlbatch.functional.exchange import Exchange, level, settle
+from lightning_rlbatch.functional.partition_starts import to_matrix
 from lightning_rlbatch.functional.workload import IntArray
+
+ROW_TOLERANCE = 1e-4
 
 Bucket = list[int]
 
@@ -35,8 +40,13 @@ def fewest_rows(tokens: IntArray, dp_size: int, budget: int) -> int:
     return max(1, -(-total // (dp_size * budget)), -(-num_long // dp_size))
 
 
-def plan_rows(tokens: IntArray, work: IntArray, dp_size: int, budget: int, num_rows: int, multiple: int) -> list[list[Bucket]]:
-    """Plan the smallest grid of at least ``num_rows`` micro-steps that holds all units.
+def plan_rows(
+    tokens: IntArray, work: IntArray, dp_size: int, budget: int, num_rows: int, multiple: int, *, refine: bool = True, overhead: int = 0
+) -> list[list[Bucket]]:
+    """Plan a grid of at least ``num_rows`` micro-steps that holds all units, with a small sum of row maxima.
+
+    Two fillings of the smallest grid that works, and with ``refine`` of the next larger one, are compared; the best one is refined by
+    exchanges within and between rows.
 
     Args:
         tokens: ``[U]``, int64, tokens per unit; a unit above the budget gets a bucket for itself.
@@ -45,14 +55,123 @@ def plan_rows(tokens: IntArray, work: IntArray, dp_size: int, budget: int, num_r
         budget: Most tokens of a bucket.
         num_rows: First number of rows to try, a multiple of ``multiple``.
         multiple: Step by which the number of rows grows until everything fits.
+        refine: False returns the best first filling.
+        overhead: Workload that one more micro-step costs.
 
     Returns:
         Rows of ``dp_size`` buckets, heaviest row first.
     """
+    found: list[tuple[int, list[list[Bucket]]]] = []
     k = num_rows
-    while (buckets := fill_buckets(tokens, work, k * dp_size, budget)) is None:
+    while not found:
+        found = _fillings(tokens, work, dp_size, budget, k, overhead)
         k += multiple
-    return group_rows(buckets, [sum(work[b].tolist()) for b in buckets], dp_size)
+    if not refine:
+        return min(found, key=lambda f: f[0])[1]
+    if (k - multiple) * dp_size < len(tokens):
+        found += _fillings(tokens, work, dp_size, budget, k, overhead)
+    cost, rows = min(found, key=lambda f: f[0])
+    better = refine_rows(rows, tokens, work, budget)
+    return better if _cost(better, work, overhead) < cost else rows
+
+
+def _cost(rows: list[list[Bucket]], work: IntArray, overhead: int) -> int:
+    return sum(max(int(work[bucket].sum()) for bucket in row) + overhead for row in rows)
+
+
+def _fillings(
+    tokens: IntArray, work: IntArray, dp_size: int, budget: int, num_rows: int, overhead: int
+) -> list[tuple[int, list[list[Bucket]]]]:
+    fillings = [fill_buckets(tokens, work, num_rows * dp_size, budget), fill_rows(tokens, work, dp_size, budget, num_rows)]
+    grouped = [group_rows(buckets, [int(work[b].sum()) for b in buckets], dp_size) for buckets in fillings if buckets is not None]
+    return [(_cost(rows, work, overhead), rows) for rows in grouped]
+
+
+def fill_rows(tokens: IntArray, work: IntArray, dp_size: int, budget: int, num_rows: int) -> list[Bucket] | None:
+    """Fill one row after the other with the longest units left.
+
+    The ``dp_size`` longest units start the buckets of a row; then the lightest bucket takes the longest unit that fits its tokens and, once
+    the row has its share of all tokens, does not raise the row's maximum.
+
+    Args:
+        tokens: ``[U]``, int64, tokens per unit.
+        work: ``[U]``, int64, workload per unit.
+        dp_size: Buckets per row.
+        budget: Most tokens of a bucket that holds more than one unit.
+        num_rows: Rows to fill.
+
+    Returns:
+        ``num_rows * dp_size`` buckets, or None if some unit found no room.
+    """
+    order = np.lexsort((np.arange(len(tokens)), work, tokens))
+    pool = order.tolist(), tokens[order].tolist(), work[order].tolist()
+    comparable = bool((np.diff(work[order]) >= 0).all())  # work grows with tokens, so that both limits are one position
+    left = int(tokens.sum())
+    buckets: list[Bucket] = []
+    for t in range(num_rows):
+        share = left / (num_rows - t) if t < num_rows - 1 else left + 1.0
+        row, taken = _fill_row(pool, dp_size, budget, share, dp_size * (num_rows - t - 1), comparable)
+        left -= taken
+        buckets += row
+    return None if pool[0] else buckets
+
+
+def _fill_row(
+    pool: tuple[list[int], list[int], list[int]], dp_size: int, budget: int, share: float, reserve: int, comparable: bool
+) -> tuple[list[Bucket], int]:
+    """Take one row out of the pool (units, tokens, work; ascending), leaving at least ``reserve`` units."""
+    units, sizes, works = pool
+    first = max(0, len(units) - dp_size)
+    row: list[Bucket] = [[u] for u in reversed(units[first:])]
+    loads, free = works[first:][::-1], [budget - s for s in reversed(sizes[first:])]
+    taken, top = sum(sizes[first:]), max(loads, default=0)
+    del units[first:], sizes[first:], works[first:]
+    heap = [(load, b) for b, load in enumerate(loads) if free[b] >= 0]
+    heapify(heap)
+    while heap and len(units) > reserve:
+        load, b = heap[0]
+        place = bisect_right(sizes, free[b])
+        if taken >= share and comparable:
+            place = min(place, bisect_right(works, top - load))
+        if place == 0 or (taken >= share and works[place - 1] > top - load):
+            heappop(heap)
+            continue
+        place -= 1
+        row[b].append(units[place])
+        free[b] -= sizes[place]
+        taken += sizes[place]
+        load += works[place]
+        top = max(top, load)
+        heapreplace(heap, (load, b))
+        del units[place], sizes[place], works[place]
+    return row + [[] for _ in range(dp_size - len(row))], taken
+
+
+def refine_rows(rows: list[list[Bucket]], tokens: IntArray, work: IntArray, budget: int) -> list[list[Bucket]]:
+    """Lower the row maxima by exchanges of units, within the budget.
+
+    The target of a row is its mean or its heaviest unit, whichever is larger. First all rows swap between their heavy and light buckets,
+    then the worst buckets exchange with any bucket that has room below its row's maximum. Sorting the buckets anew afterwards never hurts.
+
+    Args:
+        rows: Rows of equally many buckets.
+        tokens: ``[U]``, int64, tokens per unit.
+        work: ``[U]``, int64, workload per unit.
+        budget: Most tokens of a bucket that holds more than one unit.
+
+    Returns:
+        Rows with the same units, heaviest first.
+    """
+    dp_size, dummy = len(rows[0]), len(tokens)
+    members = to_matrix([bucket for row in rows for bucket in row], dummy, extra=1)
+    search = Exchange(np.append(work, 0), members, False, num_rows=len(rows), tokens=np.append(tokens, 0), budget=budget)
+    mean = search.load.reshape(len(rows), -1).mean(axis=1)
+    heaviest = search.weights[members].reshape(len(rows), -1).max(axis=1)
+    target = (np.maximum(mean, heaviest) * (1 + ROW_TOLERANCE)).astype(np.int64)[search.row_of]
+    level(search, target, 4)
+    settle(search, target, (1,), 12, max_pairs=5_000)
+    buckets = [[u for u in part if u != dummy] for part in search.members.tolist()]
+    return group_rows(buckets, search.load.tolist(), dp_size)
 
 
 def fill_buckets(tokens: IntArray, work: IntArray, num_buckets: int, budget: int) -> list[Bucket] | None:
