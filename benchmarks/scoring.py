@@ -29,11 +29,10 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Chunked log-probs of liger-kernel, without entropy."""
+    """Use the chunked log-probs inside liger-kernel's PPO loss (0.8), which know no entropy."""
     from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 
-    chunks = LigerFusedLinearPPOBase.chunk_forward(hidden[None], weight, targets[None])
-    return chunks[0].squeeze(0), None
+    return LigerFusedLinearPPOBase.chunk_forward(hidden[None], weight, targets[None]).squeeze(0), None
 
 
 def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -22,7 +22,7 @@ _HOMES = {
     "callbacks": None,
 }
 
-__all__ = [*sorted(_HOMES), "register"]  # noqa: PLE0604 - every entry is a string
+__all__ = [*sorted(_HOMES), "register"]
 
 
 def register() -> None:

@@ -38,7 +38,8 @@ def main() -> None:
     console.rule("3. What changed")
     report(console, arguments.samples)
     end = time.perf_counter()
-    console.print(f"\nWarm-up {warmed - start:.0f} s, RL {trained - warmed:.0f} s, report {end - trained:.0f} s, total {end - start:.0f} s.")
+    phases = f"Warm-up {warmed - start:.0f} s, RL {trained - warmed:.0f} s, report {end - trained:.0f} s"
+    console.print(f"\n{phases}, total {end - start:.0f} s.")
     console.print(f"Curves, batch plans, logs and checkpoints: {OUTPUT}/")
 
 

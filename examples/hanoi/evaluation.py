@@ -25,9 +25,8 @@ def accuracy_by_disks(folder: Path, num_samples: int) -> dict[tuple[str, int | N
         solved: dict[int, list[float]] = {}
         for index, row in enumerate(rows):
             prompt = str(row["prompt"])
-            requests = [
-                RolloutRequest(tokenizer.encode(prompt), rollout_seed(EVALUATION, len(rows), index, sample)) for sample in range(num_samples)
-            ]
+            seeds = [rollout_seed(EVALUATION, len(rows), index, sample) for sample in range(num_samples)]
+            requests = [RolloutRequest(tokenizer.encode(prompt), seed) for seed in seeds]
             answers = [tokenizer.decode(completion.token_ids) for completion in engine.generate(requests, sampling)]
             solved.setdefault(int(row["num_disks"]), []).extend(hanoi_reward([prompt] * num_samples, answers))
         for disks, rewards in sorted(solved.items()):

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -27,7 +27,9 @@ class PretrainedExport(Callback):
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         model = getattr(getattr(pl_module, "policy", None), "model", None)
         if not isinstance(model, PreTrainedModel):
-            raise MisconfigurationException(f"PretrainedExport saves module.policy.model, a transformers model, but got {type(model).__name__}.")
+            raise MisconfigurationException(
+                f"PretrainedExport saves module.policy.model, a transformers model, but got {type(model).__name__}."
+            )
         state = {}
         for name, value in full_parameters(model):  # collective: every rank takes part
             if trainer.is_global_zero:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions, mini_batch_members
@@ -234,7 +234,10 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self.position), "prompt_epoch": self.position.iteration * self.train_batch_size // len(self._train or [0])}
+        return {
+            **dataclasses.asdict(self.position),
+            "prompt_epoch": self.position.iteration * self.train_batch_size // len(self._train or [0]),
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from lightning_rlbatch.data.sampler import TokenBudgetSampler
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.strategies.access import meshes_of
 
-
 DatasetSource: TypeAlias = Callable[[], Any] | Any
 """A map-style dataset, or a function that makes one. A sample is a mapping with ``input_ids`` [L] integers and ``response_mask`` [L],
 True where a token is trained on; the same for the same index on every rank."""

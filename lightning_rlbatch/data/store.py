@@ -142,9 +142,7 @@ class RolloutStore:
         order = [index for bucket in micro_batches for index in bucket]
         if not order:
             return {name: value[:0] for name, value in results[0].items()}
-        scored = [
-            self.samples.select(bucket).with_fields(per_token=result) for bucket, result in zip(micro_batches, results) if bucket
-        ]
+        scored = [self.samples.select(bucket).with_fields(per_token=result) for bucket, result in zip(micro_batches, results) if bucket]
         restored = PackedBatch.concat(scored).select(sorted(range(len(order)), key=order.__getitem__))
         return {name: restored[name] for name in results[0]}
 

@@ -55,8 +55,8 @@ from lightning_rlbatch.functional.importance import (
     effective_sample_size_sums,
     importance_weights,
 )
-from lightning_rlbatch.functional.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
-from lightning_rlbatch.functional.losses import LossTerms, policy_loss, ppo_clip_loss
+from lightning_rlbatch.functional.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController, full_kl, kl_penalty
+from lightning_rlbatch.functional.losses import LossTerms, entropy_bonus, policy_loss, ppo_clip_loss
 from lightning_rlbatch.functional.losses_covariance import (
     clip_cov_loss,
     kl_cov_loss,
@@ -77,11 +77,12 @@ from lightning_rlbatch.functional.metrics import (
     token_mean,
 )
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.functional.peers import Peers
+from lightning_rlbatch.functional.peers import ALONE, Peers
 from lightning_rlbatch.functional.per_rank import count_micro_steps, plan_rank
 from lightning_rlbatch.functional.plan import BatchPlan
 from lightning_rlbatch.functional.plan_input import OversizeWarning
 from lightning_rlbatch.functional.planning import plan_mini_batch, recut
+from lightning_rlbatch.functional.rewards import combine_rewards, reward_columns
 from lightning_rlbatch.functional.schema import FieldSpec, Schema
 from lightning_rlbatch.functional.sizes import IterationSizes, iteration_sizes
 from lightning_rlbatch.functional.value import value_loss
@@ -89,33 +90,38 @@ from lightning_rlbatch.functional.workload import attention_workload, fit_worklo
 
 __all__ = [
     "AGGREGATION_MODES",
-    "AdaptiveKL",
-    "AdvantageEstimator",
-    "AdvantageInputs",
-    "Advantages",
-    "AggregationMode",
-    "BatchPlan",
+    "ALONE",
     "CISPO",
-    "ClipCov",
     "DPPO",
-    "Denominators",
-    "DrGRPO",
-    "FieldSpec",
-    "FixedKL",
-    "FunctionLoss",
     "GAE",
     "GDPO",
     "GMPO",
     "GPG",
     "GRPO",
     "GSPO",
+    "KL_KINDS",
+    "OPO",
+    "RLOO",
+    "SAPO",
+    "AdaptiveKL",
+    "AdvantageEstimator",
+    "AdvantageInputs",
+    "Advantages",
+    "AggregationMode",
+    "BatchPlan",
+    "ClipCov",
+    "Denominators",
+    "DrGRPO",
+    "FieldSpec",
+    "FixedKL",
+    "FunctionLoss",
     "GroupStatistics",
     "ImportanceCorrection",
     "IterationSizes",
+    "KLController",
     "KLCov",
     "LossInputs",
     "LossTerms",
-    "OPO",
     "OutcomeEstimator",
     "OversizeWarning",
     "PPOClip",
@@ -123,12 +129,10 @@ __all__ = [
     "PassAtK",
     "Peers",
     "PolicyLoss",
-    "RLOO",
     "ReMax",
     "Reinforce",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
-    "SAPO",
     "SampleAdvantages",
     "Schema",
     "ZeroVariance",
@@ -140,12 +144,14 @@ __all__ = [
     "check_per_token",
     "cispo_loss",
     "clip_cov_loss",
+    "combine_rewards",
     "count_micro_steps",
     "discounted_returns",
     "dppo_loss",
     "drop_samples",
     "effective_sample_size",
     "effective_sample_size_sums",
+    "entropy_bonus",
     "explained_variance",
     "explained_variance_sums",
     "fit_workload_coefficient",
@@ -177,6 +183,7 @@ __all__ = [
     "recut",
     "reinforce_loss",
     "remax_advantages",
+    "reward_columns",
     "rloo_advantages",
     "sample_mean",
     "sapo_loss",

@@ -74,7 +74,7 @@ class BatchPlan:
 
     def _sums(self, weights: IntArray) -> IntArray:
         sizes = np.array([[len(bucket) for bucket in rank] for rank in self.assignment], dtype=np.int64)
-        flat = np.array([i for rank in self.assignment for bucket in rank for i in bucket], dtype=np.int64)
+        flat = np.fromiter((i for rank in self.assignment for bucket in rank for i in bucket), np.int64)
         total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(weights[flat])])
         ends = np.cumsum(sizes.reshape(-1))
         return np.asarray(total[ends] - total[ends - sizes.reshape(-1)], dtype=np.int64).reshape(sizes.shape)

@@ -48,7 +48,9 @@ class PlanInput:
     def to_plan(self, ranks: list[list[Bucket]]) -> BatchPlan:
         """Turn units on ``[dp_size][num_micro_steps]`` buckets into samples."""
         size = self.group_size
-        assignment = [[[i for u in sorted(bucket) for i in range(u * size, u * size + size)] for bucket in rank] for rank in ranks]
+        assignment = [[sorted(bucket) for bucket in rank] for rank in ranks]
+        if size > 1:
+            assignment = [[[i for u in bucket for i in range(u * size, u * size + size)] for bucket in rank] for rank in assignment]
         return BatchPlan(
             assignment,
             self.lengths,

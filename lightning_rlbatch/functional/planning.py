@@ -177,5 +177,5 @@ def _padded_rows(job: PlanInput, dp_size: int, num_rows: int, multiple: int) -> 
     units = list(range(len(job.longest)))
     k = _round_up(max(num_rows, -(-len(cut_padded(job, units, 1)) // dp_size)), multiple)
     buckets = spread(cut_padded(job, units, k * dp_size), job.work, k * dp_size)
-    load = [len(b) * job.group_size * int(job.heaviest[b].max()) if b else 0 for b in buckets]
+    load = np.array([len(b) * job.group_size * int(job.heaviest[b].max()) if b else 0 for b in buckets])
     return deal_rows(group_rows(buckets, load, dp_size))

@@ -6,6 +6,7 @@ micro-step: ``dp_size`` buckets, of which every rank runs one while the others w
 
 from bisect import bisect_right
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import chain
 
 import numpy as np
 
@@ -76,14 +77,15 @@ def plan_rows(
 
 
 def _cost(rows: list[list[Bucket]], work: IntArray, overhead: int) -> int:
-    return sum(max(int(work[bucket].sum()) for bucket in row) + overhead for row in rows)
+    loads = bucket_loads([bucket for row in rows for bucket in row], work)
+    return int(loads.reshape(len(rows), -1).max(axis=1).sum()) + overhead * len(rows)
 
 
 def _fillings(
     tokens: IntArray, work: IntArray, dp_size: int, budget: int, num_rows: int, overhead: int
 ) -> list[tuple[int, list[list[Bucket]]]]:
     fillings = [fill_buckets(tokens, work, num_rows * dp_size, budget), fill_rows(tokens, work, dp_size, budget, num_rows)]
-    grouped = [group_rows(buckets, [int(work[b].sum()) for b in buckets], dp_size) for buckets in fillings if buckets is not None]
+    grouped = [group_rows(buckets, bucket_loads(buckets, work), dp_size) for buckets in fillings if buckets is not None]
     return [(_cost(rows, work, overhead), rows) for rows in grouped]
 
 
@@ -171,7 +173,7 @@ def refine_rows(rows: list[list[Bucket]], tokens: IntArray, work: IntArray, budg
     level(search, target, 4)
     settle(search, target, (1,), 12, max_pairs=5_000)
     buckets = [[u for u in part if u != dummy] for part in search.members.tolist()]
-    return group_rows(buckets, search.load.tolist(), dp_size)
+    return group_rows(buckets, search.load, dp_size)
 
 
 def fill_buckets(tokens: IntArray, work: IntArray, num_buckets: int, budget: int) -> list[Bucket] | None:
@@ -209,7 +211,23 @@ def fill_buckets(tokens: IntArray, work: IntArray, num_buckets: int, budget: int
     return buckets
 
 
-def group_rows(buckets: list[Bucket], load: list[int], dp_size: int) -> list[list[Bucket]]:
+def bucket_loads(buckets: list[Bucket], work: IntArray) -> IntArray:
+    """Return the workload of every bucket.
+
+    Args:
+        buckets: Lists of units.
+        work: ``[U]``, int64, workload per unit.
+
+    Returns:
+        ``[len(buckets)]``, int64.
+    """
+    sizes = np.array([len(bucket) for bucket in buckets], dtype=np.int64)
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(work[np.fromiter(chain.from_iterable(buckets), np.int64)])])
+    ends = np.cumsum(sizes)
+    return np.asarray(total[ends] - total[ends - sizes])
+
+
+def group_rows(buckets: list[Bucket], load: IntArray, dp_size: int) -> list[list[Bucket]]:
     """Sort buckets by workload and make every ``dp_size`` consecutive ones a row.
 
     For given buckets no other grouping has a smaller sum of row maxima, and the waste of the whole step, sum of (row maximum - row
@@ -217,13 +235,13 @@ def group_rows(buckets: list[Bucket], load: list[int], dp_size: int) -> list[lis
 
     Args:
         buckets: A multiple of ``dp_size`` buckets.
-        load: Workload of every bucket.
+        load: ``[len(buckets)]``, int64, workload of every bucket.
         dp_size: Buckets per row.
 
     Returns:
         Rows of ``dp_size`` buckets, heaviest first.
     """
-    order = sorted(range(len(buckets)), key=lambda b: (-load[b], -len(buckets[b]), b))
+    order = np.lexsort((-np.array([len(bucket) for bucket in buckets]), -load)).tolist()
     return [[buckets[b] for b in order[start : start + dp_size]] for start in range(0, len(order), dp_size)]
 
 

@@ -151,7 +151,7 @@ class TokenScorer(nn.Module):
 
         Raises:
             ValueError: An empty batch, or values without a value head.
-            TypeError: A temperature tensor that is less precise than fp32.
+            TypeError: A temperature tensor that is less precise than fp32, or an LM head that is no plain linear layer.
             RuntimeError: A head's weight is sharded: its FSDP group is not the scorer's own.
         """
         self._check_request(batch, temperature, with_log_probs or with_entropy, with_values)
@@ -209,7 +209,13 @@ class TokenScorer(nn.Module):
     def _run_lm_head(
         self, states: Tensor, targets: Tensor, temperature: float | Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        head: Any = self.lm_head
+        head = self.lm_head
+        if type(head).forward is not nn.Linear.forward:
+            raise TypeError(
+                f"The LM head is a {type(head).__name__} with a forward of its own, but only its weight and bias would be used. "
+                "Leave the LM head out of LoRA and of quantization."
+            )
+        assert isinstance(head, nn.Linear)
         if isinstance(head.weight, DTensor):
             raise RuntimeError(
                 "The LM head's weight is still sharded inside TokenScorer.forward, so its gradient would not be reduced. "
@@ -219,7 +225,7 @@ class TokenScorer(nn.Module):
             states,
             head.weight,
             targets,
-            bias=getattr(head, "bias", None),
+            bias=head.bias,
             temperature=temperature,
             softcap=self.softcap,
             logit_scale=self.logit_scale,

@@ -101,7 +101,9 @@ def token_log_probs(
         temperature = temperature.expand(hidden.shape[0]) if temperature.dim() == 0 else temperature
     default = CPU_TILE if hidden.device.type == "cpu" else ACCELERATOR_TILE
     head = _Head(softcap, float(logit_scale), temperature, (token_tile or default[0], vocab_tile or default[1]))
-    direct = token_tile is None and vocab_tile is None and hidden.shape[0] * weight.shape[0] <= DIRECT_ELEMENTS
+    small = token_tile is None and vocab_tile is None and hidden.shape[0] * weight.shape[0] <= DIRECT_ELEMENTS
+    # On a GPU tiles of half-precision inputs keep fp32 logits, autograd's linear rounds them: the batch's size must not decide which.
+    direct = small and (hidden.device.type == "cpu" or hidden.dtype == _accumulation_dtype(hidden))
     score = _score_directly if direct else _TiledScore.apply
     # Dtypes are chosen above; autocast would change them in the forward pass only.
     with torch.autocast(hidden.device.type, enabled=False):

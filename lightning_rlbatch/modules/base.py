@@ -9,9 +9,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -137,7 +137,7 @@ class RLBatchModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler_factory(optimizer)}
 
     @override
-    def training_step(self, batch: MiniBatch, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: MiniBatch, batch_idx: int) -> None:
         if not isinstance(batch, MiniBatch):
             raise TypeError(
                 f"{type(self).__name__} trains on MiniBatch objects but the dataloader yielded {type(batch).__name__}."
@@ -152,7 +152,7 @@ class RLBatchModule(pl.LightningModule):
                 output = self.micro_batch_step(micro_batch, denominators)
                 self.manual_backward(output.loss * scale)
             accumulate(sums, {"train/loss": (output.loss.detach(), 0.0), **output.sums})
-        self._empty_step = denominators.num_tokens == 0
+        self._empty_step = bool(denominators.num_tokens == 0)
         self._optimizer_step()
         self._log_step(sums, batch, denominators)
 

@@ -30,13 +30,14 @@ def load_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> PreTr
     """
     maker = import_callable(source) if isinstance(source, str) and not Path(source).exists() else source
     if isinstance(source, str) and (maker is None or maker is source):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model: object = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     else:
         model = cast(Callable[[], PreTrainedModel], maker)()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"Expected the model source to make a transformers PreTrainedModel but got {type(model).__name__}.")
     model.config = copy.deepcopy(model.config)  # two models made from one config object would switch attention together
-    return cast(PreTrainedModel, model.train())
+    model.train()
+    return model
 
 
 def disable_dropout(model: nn.Module) -> list[str]:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions
@@ -13,8 +14,8 @@ from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.distributed.reductions import all_gather_rows, all_reduce_sums
-from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES, AggregationMode, Denominators, aggregate
 from lightning_rlbatch.functional import GRPO, AdvantageEstimator, PolicyLoss, PPOClip
+from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES, AggregationMode, Denominators, aggregate
 from lightning_rlbatch.functional.kl import kl_penalty
 from lightning_rlbatch.functional.losses import policy_loss
 from lightning_rlbatch.functional.packing import PackedBatch
@@ -96,7 +97,9 @@ class PPOModule(RLBatchModule):
         if not reward_functions:
             raise ValueError("Expected at least one reward function. Pass reward_functions=[my_reward].")
         if reward_weights is not None and len(reward_weights) != len(reward_functions):
-            raise ValueError(f"Got {len(reward_weights)} reward_weights for {len(reward_functions)} reward_functions. Pass one weight each.")
+            raise ValueError(
+                f"Got {len(reward_weights)} reward_weights for {len(reward_functions)} reward_functions. Pass one weight each."
+            )
         if advantage.needs_values and critic is None:
             raise ValueError(
                 f"The advantage {type(advantage).__name__} needs values. Set critic=... (for example the same source as policy), or use GRPO()."
@@ -152,10 +155,10 @@ class PPOModule(RLBatchModule):
             disable_dropout(critic)
             self.critic = self._scorer(critic, value_head=True)
 
-    def _scorer(self, model: nn.Module, *, value_head: bool = False) -> TokenScorer:
+    def _scorer(self, model: PreTrainedModel, *, value_head: bool = False) -> TokenScorer:
         return TokenScorer(model, value_head=value_head, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group)
 
-    def build_engine(self, model: nn.Module) -> RolloutEngine:
+    def build_engine(self, model: PreTrainedModel) -> RolloutEngine:
         """Return the engine that samples rollouts; it keeps a whole copy of the policy of its own.
 
         Args:
@@ -183,7 +186,9 @@ class PPOModule(RLBatchModule):
 
     # -- collection --------------------------------------------------------------------------------------------------------------
 
-    def collect_rollouts(self, prompts: PromptBatch, iteration: int, mini_batches: Sequence[Sequence[int]], options: BatchingOptions) -> RolloutStore:
+    def collect_rollouts(
+        self, prompts: PromptBatch, iteration: int, mini_batches: Sequence[Sequence[int]], options: BatchingOptions
+    ) -> RolloutStore:
         """Sample, reward, exchange and score the rollouts of one iteration; collective over all ranks.
 
         Args:
@@ -252,7 +257,7 @@ class PPOModule(RLBatchModule):
     # -- update ------------------------------------------------------------------------------------------------------------------
 
     @override
-    def training_step(self, batch: MiniBatch, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: MiniBatch, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
         if self._collection_metrics:
             self.log_dict(self._collection_metrics, batch_size=1)
@@ -289,7 +294,11 @@ class PPOModule(RLBatchModule):
             log_probs, micro_batch["old_log_probs"], micro_batch["advantages"], mask, micro_batch.cu_seqlens, loss=self.policy_loss
         )
         terms = result.terms
-        metrics = {"train/policy_loss": terms, "train/entropy": entropy, **{f"train/{name}": value for name, value in result.metrics.items()}}
+        metrics = {
+            "train/policy_loss": terms,
+            "train/entropy": entropy,
+            **{f"train/{name}": value for name, value in result.metrics.items()},
+        }
         if self.entropy_coefficient:
             terms = terms - self.entropy_coefficient * entropy
         if self.kl_coefficient > 0:
@@ -306,7 +315,7 @@ class PPOModule(RLBatchModule):
         sync_weights(self)
 
     @override
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:  # type: ignore[override]
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         for name, value in RolloutCollector(self, batch, VALIDATION_STREAM + batch_idx).evaluate().items():
             self._validation_sums[name] = self._validation_sums.get(name, 0.0) + value
 

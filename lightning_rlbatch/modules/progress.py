@@ -21,7 +21,7 @@ def rollout_progress(trainer: "pl.Trainer", total: int, description: str) -> Ite
         A function that takes the numbers of rollouts and of tokens that came since its last call.
     """
     callback = trainer.progress_bar_callback
-    if callback is None or not callback.is_enabled or not trainer.is_global_zero:
+    if callback is None or not getattr(callback, "is_enabled", True) or not trainer.is_global_zero:
         yield lambda num_finished, num_tokens: None
     elif isinstance(callback, RichProgressBar) and callback.progress is not None:
         progress = callback.progress  # two live displays in one terminal would overwrite each other

@@ -39,7 +39,12 @@ def call_rewards(
         ValueError: A function returned too few or too many rewards, or one that is not finite; names function and sample.
     """
     by_name: dict[str, list[float]] = {}
-    arguments = {"prompts": list(prompts), "completions": list(completions), "completion_ids": [list(ids) for ids in completion_ids], **columns}
+    arguments = {
+        "prompts": list(prompts),
+        "completions": list(completions),
+        "completion_ids": [list(ids) for ids in completion_ids],
+        **columns,
+    }
     for position, function in enumerate(functions):
         name = _name(function)
         if name in by_name:

@@ -24,4 +24,5 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             child.reshard()  # a root stays gathered after a forward without gradient; its parameters are then no DTensors
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            yield name, parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            value = parameter.detach()
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.accelerators import Accelerator
@@ -16,7 +17,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -93,7 +93,8 @@ class RLBatchFSDPStrategy(ModelParallelStrategy):
         self.wrap_cls = wrap_cls
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
-        self.accelerator = accelerator
+        if accelerator is not None:
+            self.accelerator = accelerator
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
         self.precision_plugin = precision_plugin
@@ -147,7 +148,8 @@ class RLBatchFSDPStrategy(ModelParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.model is not None and self.accelerator is not None
+        assert self.model is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.parallelize(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -170,12 +172,14 @@ class RLBatchFSDPStrategy(ModelParallelStrategy):
         """
         if any(isinstance(child, torch.distributed.fsdp.FullyShardedDataParallel) for child in module.modules()):
             raise MisconfigurationException("RLBatchFSDPStrategy shards with FSDP2: remove FullyShardedDataParallel from the module.")
+        mesh = self.meshes.fsdp
+        assert mesh is not None  # the Trainer has set up the processes
         roots = [root for root in self._roots(module) if not isinstance(root, FSDPModule)]
         broadcast_parameters(roots, self.meshes.world_group)
         for root in roots:
             shard(
                 root,
-                self.meshes.fsdp,
+                mesh,
                 policy=mixed_precision_policy(self.precision_plugin),
                 wrap_cls=self.wrap_cls,
                 reshard_after_forward=self.reshard_after_forward,

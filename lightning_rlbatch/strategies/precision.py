@@ -28,7 +28,7 @@ class FSDPMixedPrecision(MixedPrecision):
         self, precision: Literal["16-mixed", "bf16-mixed"] = "bf16-mixed", device: str = "cuda", scaler: torch.amp.GradScaler | None = None
     ) -> None:
         if precision == "16-mixed" and scaler is None:
-            scaler = torch.amp.GradScaler(device)  # type: ignore[attr-defined]  # exported, but missing from torch's stubs
+            scaler = torch.amp.GradScaler(device)
         super().__init__(precision, device, scaler)
 
     @override
@@ -40,7 +40,7 @@ class FSDPMixedPrecision(MixedPrecision):
 def fsdp_precision(plugin: Precision | None) -> Precision | None:
     """Return the plugin that FSDP2 needs in place of an autocast plugin, any other plugin unchanged."""
     if isinstance(plugin, MixedPrecision) and not isinstance(plugin, FSDPMixedPrecision):
-        return FSDPMixedPrecision(plugin.precision, plugin.device, plugin.scaler)
+        return FSDPMixedPrecision("16-mixed" if plugin.precision == "16-mixed" else "bf16-mixed", plugin.device, plugin.scaler)
     return plugin
 
 

@@ -27,7 +27,14 @@ def free_port() -> int:
 
 
 def _rank_main(
-    fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], store: str | None, port: int, pg_timeout: float, out: Connection
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    store: str | None,
+    port: int,
+    pg_timeout: float,
+    out: Connection,
 ) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
@@ -76,7 +83,7 @@ def run_distributed(
         pipes: list[Connection] = []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(fn, rank, world_size, args, store, port, pg_timeout, sender))
+            process: BaseProcess = context.Process(target=_rank_main, args=(fn, rank, world_size, args, store, port, pg_timeout, sender))
             process.start()
             sender.close()
             processes.append(process)

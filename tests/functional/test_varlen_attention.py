@@ -67,6 +67,9 @@ def test_every_option_equals_the_dense_matrix_in_value_and_gradient(name, kv_hea
     assert_matches_dense([5, 1, 9, 2], inputs([5, 1, 9, 2], kv_heads=kv_heads), OPTIONS[name])
 
 
+LONG = [(300, 5), (300, 128), (257, 129), (129, 128), (256, 256), (400, 1), (1300, 600), (700, 130)]
+
+
 @pytest.mark.parametrize(("length", "window"), LONG)
 def test_long_samples_under_a_window_equal_the_dense_matrix(length, window):
     assert_matches_dense([3, length, 7], inputs([3, length, 7], heads=2, kv_heads=1, size=4, value_size=4), {"window": window})

@@ -202,6 +202,17 @@ def test_what_cannot_be_done_is_refused_with_the_way_out() -> None:
         scorer(batch, temperature=torch.ones(3))
 
 
+def test_a_head_that_does_more_than_multiply_by_its_weight_is_refused() -> None:
+    class Adapted(nn.Linear):
+        def forward(self, states: Tensor) -> Tensor:
+            return super().forward(states) + 1
+
+    model = tiny()
+    model.set_output_embeddings(Adapted(32, VOCABULARY))
+    with pytest.raises(TypeError, match="Adapted with a forward of its own"):
+        TokenScorer(model)(make_batch())
+
+
 def test_values_are_single_precision_under_a_half_precision_head() -> None:
     head = ValueHead(4, dtype=torch.bfloat16)
     nn.init.normal_(head.weight)

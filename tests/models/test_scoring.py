@@ -1,11 +1,13 @@
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_rlbatch.models.scoring import DIRECT_ELEMENTS, token_log_probs
+from lightning_rlbatch.models.scoring import CPU_TILE, DIRECT_ELEMENTS, token_log_probs
 
 TILES = {"direct": {}, "tiled": {"token_tile": 3, "vocab_tile": 4}, "one wide tile": {"token_tile": 64, "vocab_tile": 64}}
 
@@ -128,19 +130,28 @@ def test_bfloat16_inputs_give_single_precision_results_as_good_as_the_plain_comp
         assert (found - right).double().norm() <= 2.5 * (usual - right).double().norm()
 
 
-def test_a_large_problem_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, vocabulary = 1500, 1500
+class LargestTensor(TorchDispatchMode):
+    """Remember the largest tensor that any operation makes, inside autograd functions and backward passes too."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+def test_a_large_problem_makes_nothing_larger_than_its_inputs_or_a_tile() -> None:
+    tokens, vocabulary, size = 1500, 5000, 8
     assert tokens * vocabulary > DIRECT_ELEMENTS
-    hidden, weight, targets = problem(tokens, vocabulary, 4, torch.float32)
-    saved: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        token_log_probs(hidden, weight, targets)
-    assert max(saved) <= max(hidden.numel(), weight.numel())
+    hidden, weight, targets = problem(tokens, vocabulary, size, torch.float32)
+    with LargestTensor() as largest:
+        log_probs, entropy = token_log_probs(hidden, weight, targets)
+        assert entropy is not None
+        (log_probs.sum() + entropy.sum()).backward()
+    assert 0 < largest.elements <= max(math.prod(CPU_TILE), tokens * size, vocabulary * size)
 
 
 def test_the_choice_between_tiles_and_whole_logits_does_not_change_the_numbers() -> None:
