@@ -209,13 +209,12 @@ class TokenScorer(nn.Module):
     def _run_lm_head(
         self, states: Tensor, targets: Tensor, temperature: float | Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        head = self.lm_head
+        head: Any = self.lm_head
         if type(head).forward is not nn.Linear.forward:
             raise TypeError(
                 f"The LM head is a {type(head).__name__} with a forward of its own, but only its weight and bias would be used. "
                 "Leave the LM head out of LoRA and of quantization."
             )
-        assert isinstance(head, nn.Linear)
         if isinstance(head.weight, DTensor):
             raise RuntimeError(
                 "The LM head's weight is still sharded inside TokenScorer.forward, so its gradient would not be reduced. "
