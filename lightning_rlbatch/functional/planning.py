@@ -11,11 +11,12 @@ from typing import Literal
 import numpy as np
 
 from lightning_rlbatch.functional.balancing import balanced_partition, karmarkar_karp
-from lightning_rlbatch.functional.cutting import cut_by_differencing, cut_by_load, cut_in_order, cut_padded, spread
+from lightning_rlbatch.functional.cutting import cut_by_differencing, cut_in_order, cut_padded, spread
+from lightning_rlbatch.functional.fixed_ranks import cut_ranks
 from lightning_rlbatch.functional.plan import BatchPlan
 from lightning_rlbatch.functional.plan_input import Oversize, PlanInput, check_at_least, check_choice, checked_input
 from lightning_rlbatch.functional.rows import Bucket, deal_rows, fewest_rows, group_rows, plan_rows
-from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT, IntArray, Integers
+from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT, Integers
 
 MICRO_STEP_OVERHEAD = 1024  # tokens' worth of linear time that one more micro-step costs
 
@@ -85,8 +86,10 @@ def plan_mini_batch(
     check_at_least("num_micro_steps_multiple", num_micro_steps_multiple, 1)
     check_choice("planner", planner, ("global", "per_rank"))
     multiple = num_micro_steps_multiple
-    if planner == "per_rank" or not balance or equal_size:
-        blocks = _blocks(len(job.tokens), dp_size) if not balance else _equal_blocks(job.work, dp_size, planner)
+    if balance and equal_size and planner == "global":
+        return job.to_plan(cut_ranks(job, balanced_partition(job.work, dp_size, equal_size=True), min_num_micro_steps, multiple))
+    if planner == "per_rank" or not balance:
+        blocks = karmarkar_karp(job.work, dp_size, equal_size=True) if balance else _blocks(len(job.tokens), dp_size)
         pack = cut_in_order if planner == "global" and not balance else cut_by_differencing
         ranks = [pack(job, block, 1) for block in blocks]
         k = _round_up(max(min_num_micro_steps, *map(len, ranks)), multiple)
@@ -140,8 +143,7 @@ def recut(
             f"`samples_per_rank` must hold each of the {len(job.lengths)} samples exactly once but got {sum(map(len, samples_per_rank))} "
             f"entries on {len(samples_per_rank)} ranks. Pass `samples_per_rank` of the plan of the same samples."
         )
-    k = max(len(cut_by_load(job, rank, 1)) for rank in samples_per_rank)
-    return job.to_plan([spread(cut_by_load(job, rank, k), job.work, k) for rank in samples_per_rank])
+    return job.to_plan(cut_ranks(job, samples_per_rank))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -153,10 +155,6 @@ def _blocks(num_units: int, dp_size: int) -> list[Bucket]:
     floor, extra = divmod(num_units, dp_size)
     starts = [r * floor + min(r, extra) for r in range(dp_size + 1)]
     return [list(range(a, b)) for a, b in pairwise(starts)]
-
-
-def _equal_blocks(work: IntArray, dp_size: int, planner: Planner) -> list[Bucket]:
-    return (karmarkar_karp if planner == "per_rank" else balanced_partition)(work, dp_size, equal_size=True)
 
 
 def _static_rows(job: PlanInput, dp_size: int, num_rows: int, multiple: int) -> list[list[Bucket]]:
