@@ -1,0 +1,214 @@
+"""Show rollouts while training: as a table, as JSON lines, as numbers."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from rich import get_console
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import override
+
+from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback, Rollouts
+from lightning_rlbatch.data.recording import file_name, folder_name
+from lightning_rlbatch.data.store import SAMPLE_ID, RolloutTable
+from lightning_rlbatch.distributed.failure import fail_together
+from lightning_rlbatch.strategies.access import meshes_of
+
+QUANTILES = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "max": 1.0}
+_SHOWN = ("prompt", "completion", "reward", "advantage", "num_response_tokens")
+
+
+class RolloutLogger(RolloutCallback):
+    """Print a few rollouts per iteration, write all of them as JSON lines, and describe their lengths and rewards.
+
+    * Console (rank zero): a table of rank zero's first rollouts, and histograms of all rollouts' lengths and rewards.
+    * ``dirpath``: every rank writes its rollouts to ``iteration_000003/rank_00001.jsonl`` (``prompt``, ``completion``, ``reward``,
+      ``advantage``, ``num_response_tokens``, ``sample_id``, ``group_id``, ``iteration``); rank zero writes
+      ``iteration_000003/histograms.json``. :class:`ReplayDataModule` reads the folder.
+    * Loggers (rank zero): quantiles, ``rollouts/length_p50`` and so on; the table where a logger has ``log_table`` (W&B).
+
+    The advantage of a rollout is the mean over its response tokens. Rollouts without a reward are not shown.
+
+    Args:
+        dirpath: Folder of the JSON lines; None writes none.
+        every_n_iterations: Show every n-th iteration.
+        max_rows: Most rollouts in a table; 0 prints nothing.
+        max_text_length: Characters of a text in the console's table; the end is cut off.
+        num_bins: Bins of a histogram.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | None = None,
+        *,
+        every_n_iterations: int = 1,
+        max_rows: int = 4,
+        max_text_length: int = 200,
+        num_bins: int = 8,
+    ) -> None:
+        for name, value, least in (
+            ("every_n_iterations", every_n_iterations, 1),
+            ("max_rows", max_rows, 0),
+            ("max_text_length", max_text_length, 1),
+            ("num_bins", num_bins, 1),
+        ):
+            if value < least:
+                raise ValueError(f"Expected {name} to be at least {least} but got {value}.")
+        self.dirpath = dirpath
+        self.every_n_iterations = every_n_iterations
+        self.max_rows = max_rows
+        self.max_text_length = max_text_length
+        self.num_bins = num_bins
+
+    @override
+    def on_rollout_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", rollouts: Rollouts) -> None:
+        if rollouts.iteration % self.every_n_iterations:
+            return
+        meshes = meshes_of(trainer)
+        histograms = rollout_histograms(rollouts.store.table, self.num_bins)
+        # One phase: a tokenizer or a disk fails on one rank only, and the others must not go on alone.
+        with fail_together(meshes.world_group, "logging rollouts"):
+            writes = self.dirpath is not None and meshes.sp_rank == 0
+            rows = rollout_rows(rollouts, None if writes else self.max_rows) if writes or trainer.is_global_zero else []
+            if self.dirpath is not None and writes:
+                folder = Path(self.dirpath) / folder_name(rollouts.iteration)
+                lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                _write(folder / file_name(meshes.dp_rank, "jsonl"), lines)
+                if trainer.is_global_zero:
+                    _write(folder / "histograms.json", json.dumps(histograms) + "\n")
+            if trainer.is_global_zero:
+                self._show(rollouts.iteration, rows[: self.max_rows], histograms)
+                self._log(trainer, rows[: self.max_rows], rollouts.store.table)
+
+    def _show(self, iteration: int, rows: Sequence[dict[str, Any]], histograms: dict[str, Any]) -> None:
+        if not self.max_rows:
+            return
+        console = get_console()  # the one that Lightning's RichProgressBar draws on: it prints above a live bar
+        console.print(rollout_table(rows, f"Rollouts of iteration {iteration}", self.max_text_length))
+        for name, histogram in histograms.items():
+            console.print(Text(f"{name}: {_describe(histogram)}"), soft_wrap=True)
+
+    def _log(self, trainer: "pl.Trainer", rows: Sequence[dict[str, Any]], table: RolloutTable) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(rollout_quantiles(table), step=trainer.global_step)
+            log_table = getattr(logger, "log_table", None)
+            if log_table is not None and rows:
+                log_table(key="rollouts", columns=list(_SHOWN), data=[[row[name] for name in _SHOWN] for row in rows])
+
+
+def rollout_rows(rollouts: Rollouts, max_rows: int | None = None) -> list[dict[str, Any]]:
+    """Return this rank's rollouts as plain rows, by ascending ``sample_id``.
+
+    Args:
+        rollouts: What the hook got.
+        max_rows: Most rows; None for all.
+    """
+    prompts, samples = rollouts.prompts, rollouts.store.samples
+    if max_rows is not None:
+        samples = samples.select(range(min(max_rows, samples.num_samples)))
+    size = prompts.rollouts_per_prompt
+    samples = samples.to("cpu")
+    masks = samples.split_per_sample("response_mask")
+    parts = samples.split_per_sample("advantages")
+    rows = []
+    for index, reward, (prompt, completion), mask, part in zip(
+        samples[SAMPLE_ID].tolist(), samples["reward"].tolist(), rollouts.texts(samples.num_samples), masks, parts
+    ):
+        position = prompts.positions[index // size]
+        advantage = float(part[mask].double().mean()) if bool(mask.any()) else 0.0
+        rows.append(
+            {
+                "iteration": rollouts.iteration,
+                "group_id": position,
+                "sample_id": position * size + index % size,
+                "prompt": prompt,
+                "completion": completion,
+                "reward": reward if math.isfinite(reward) else None,
+                "advantage": advantage if math.isfinite(advantage) else None,
+                "num_response_tokens": int(mask.sum()),
+            }
+        )
+    return rows
+
+
+def rollout_table(rows: Sequence[dict[str, Any]], title: str, max_text_length: int) -> Table:
+    """Return a Rich table of rollouts; texts are shown as they are, markup included.
+
+    Args:
+        rows: From :func:`rollout_rows`.
+        title: Of the table.
+        max_text_length: Characters after which a text is cut off.
+    """
+    table = Table(title=title, show_lines=True)
+    for name in ("prompt", "completion"):
+        table.add_column(name, overflow="fold")
+    for name in ("reward", "advantage", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        texts = [Text(_cut(row[name], max_text_length)) for name in ("prompt", "completion")]
+        numbers = ["-" if row[name] is None else f"{row[name]:.3f}" for name in ("reward", "advantage")]
+        table.add_row(*texts, *numbers, str(row["num_response_tokens"]))
+    return table
+
+
+def rollout_histograms(table: RolloutTable, num_bins: int) -> dict[str, dict[str, list[float]]]:
+    """Return histograms of the response lengths (tokens) and of the rewards of all ranks' rollouts.
+
+    Args:
+        table: Known to every rank.
+        num_bins: Bins of equal width between the least and the greatest value.
+
+    Returns:
+        ``"length"`` and ``"reward"``, each with ``"edges"`` (num_bins + 1) and ``"counts"`` (num_bins). A value on an inner edge counts
+        in the bin above it. Without any reward the reward's lists are empty.
+    """
+    histograms: dict[str, dict[str, list[float]]] = {}
+    for name, values in _columns(table).items():
+        counts, edges = np.histogram(values, bins=num_bins) if values else (np.zeros(0), np.zeros(0))
+        histograms[name] = {"edges": [float(edge) for edge in edges], "counts": [int(count) for count in counts]}
+    return histograms
+
+
+def rollout_quantiles(table: RolloutTable) -> dict[str, float]:
+    """Return quantiles of the response lengths (tokens) and of the rewards of all ranks' rollouts, for a logger.
+
+    Args:
+        table: Known to every rank.
+    """
+    return {
+        f"rollouts/{name}_{label}": float(np.quantile(values, level))
+        for name, values in _columns(table).items()
+        for label, level in QUANTILES.items()
+        if values
+    }
+
+
+def _columns(table: RolloutTable) -> dict[str, list[float]]:
+    rewards = [reward for reward in table.rewards.tolist() if not math.isnan(reward)]
+    return {"length": [float(length) for length in table.num_response_tokens], "reward": rewards}
+
+
+def _describe(histogram: dict[str, list[float]]) -> str:
+    edges = histogram["edges"]
+    bins = [f"{low:.4g}..{high:.4g}: {count}" for low, high, count in zip(edges, edges[1:], histogram["counts"]) if count]
+    return ", ".join(bins) or "none"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,209 @@
+"""Read rollouts that other trainers dumped as text."""
+
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_rlbatch.data.prompts import Tokenizer, contiguous_share
+from lightning_rlbatch.data.store import SAMPLE_ID
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.functional.schema import Schema
+
+PROMPT_KEYS = ("prompt", "input")
+COMPLETION_KEYS = ("completion", "output")
+REWARD_KEYS = ("reward", "score")
+ITERATION_KEYS = ("iteration", "step")
+GROUP_KEYS = ("group_id", "uid")
+
+
+class RolloutDump:
+    """Rollouts as JSON lines: one object per rollout with prompt, completion and reward.
+
+    Read are verl's ``rollout_data_dir`` (a file per step; ``input``, ``output``, ``score``, ``step``), TRL's logged completions as JSONL
+    or Parquet (``prompt``, ``completion``, a column per reward function, ``step``), and the files of :class:`RolloutLogger`. Rows of one
+    ``iteration`` or ``step`` are an iteration; without such a column each file is one. Rows with the same ``group_id`` or ``uid``, or
+    without those the same prompt, are a group; groups may differ in size. A missing reward (null) leaves its rollout out of training.
+
+    Text is tokenized again, so token boundaries may differ from the sampled ones, and log-probs are computed again by the policy.
+
+    Args:
+        path: A ``.jsonl``/``.parquet`` file, or a folder that is searched for such files.
+        tokenizer: Of the policy.
+        reward_columns: Columns whose sum is the reward; None takes ``reward`` or ``score``.
+        append_eos: End every completion with the end token, which the dumps leave out. Completions that were cut off at the length
+            limit get it too, since nothing in a dump tells them apart.
+
+    Raises:
+        ValueError: No files, no rows, or a row that lacks something; the message names file and line.
+    """
+
+    def __init__(
+        self, path: str | Path, tokenizer: Tokenizer, *, reward_columns: Sequence[str] | None = None, append_eos: bool = True
+    ) -> None:
+        self.path = Path(path)
+        self._tokenizer = tokenizer
+        self._reward_columns = reward_columns
+        self._append_eos = append_eos
+        if append_eos and tokenizer.eos_token_id is None:
+            raise ValueError("append_eos needs a tokenizer with eos_token_id but it is None. Pass append_eos=False.")
+        self._special = {"add_special_tokens": False} if _takes_special_tokens(tokenizer) else {}
+        self._paths: dict[int, list[Path]] = {}
+        self._group_sizes: dict[int, dict[str, int]] = {}
+        for number, file in enumerate(_files_of(self.path)):
+            for place, row in _rows_of(file):
+                self._check(row, place)
+                iteration = _iteration_of(row, number)
+                if file not in (paths := self._paths.setdefault(iteration, [])):
+                    paths.append(file)
+                sizes = self._group_sizes.setdefault(iteration, {})
+                sizes[_group_of(row)] = sizes.get(_group_of(row), 0) + 1
+        if not self._paths:
+            raise ValueError(f"{self.path} has no rollouts. Expected one JSON object per line, with prompt, completion and reward.")
+        self.iterations = sorted(self._paths)
+        self.num_prompts = max(len(sizes) for sizes in self._group_sizes.values())
+
+    def seed(self, iteration: int) -> int:
+        """Return 0: a dump does not know its run's seed."""
+        return 0
+
+    def rollouts_per_prompt(self, iteration: int) -> int:
+        """Return the size of the iteration's largest group."""
+        return max(self._group_sizes[iteration].values())
+
+    def schema(self, iteration: int) -> Schema:
+        """Return the fields of an iteration's samples."""
+        return PackedBatch.from_samples([_sample([0], [0], 0.0, 0)]).schema
+
+    def read(self, iteration: int, rank: int, world_size: int) -> PackedBatch:
+        """Tokenize this rank's share of an iteration.
+
+        Args:
+            iteration: One of ``iterations``.
+            rank: This process.
+            world_size: Number of processes.
+
+        Returns:
+            Samples by ascending ``sample_id``, on the CPU; may be empty.
+
+        Raises:
+            ValueError: A row that has no tokens.
+        """
+        files = _files_of(self.path)
+        rows = [
+            (place, row)
+            for file in self._paths[iteration]
+            for place, row in _rows_of(file)
+            if _iteration_of(row, files.index(file)) == iteration
+        ]
+        size = self.rollouts_per_prompt(iteration)
+        first_id = {group: index * size for index, group in enumerate(self._group_sizes[iteration])}
+        taken: dict[str, int] = {}
+        numbered = []
+        for place, row in rows:
+            group = _group_of(row)
+            numbered.append((first_id[group] + taken.get(group, 0), place, row))
+            taken[group] = taken.get(group, 0) + 1
+        numbered.sort(key=lambda entry: entry[0])
+        own = [numbered[index] for index in contiguous_share(len(numbered), world_size, rank)]
+        samples = [self._tokenize(row, place, sample_id) for sample_id, place, row in own]
+        return PackedBatch.from_samples(samples) if samples else PackedBatch.empty(self.schema(iteration))
+
+    def _check(self, row: Mapping[str, Any], place: str) -> None:
+        for kind, keys in (("prompt", PROMPT_KEYS), ("completion", COMPLETION_KEYS)):
+            text = next((row[key] for key in keys if key in row), None)
+            if not isinstance(text, str):
+                found = "nothing" if text is None else f"{str(text)[:80]!r} of type {type(text).__name__}"
+                raise ValueError(f"{place}: expected the {kind} as text under {' or '.join(keys)} but got {found}; keys: {sorted(row)}.")
+        if not self._rewards_in(row):
+            wanted = " or ".join(REWARD_KEYS) if self._reward_columns is None else " and ".join(self._reward_columns)
+            raise ValueError(f"{place}: no reward under {wanted}; keys: {sorted(row)}. Name the columns in reward_columns.")
+        self._reward(row, place)
+
+    def _rewards_in(self, row: Mapping[str, Any]) -> list[str]:
+        if self._reward_columns is not None:
+            return list(self._reward_columns) if all(key in row for key in self._reward_columns) else []
+        return [key for key in REWARD_KEYS if key in row][:1]
+
+    def _reward(self, row: Mapping[str, Any], place: str) -> float:
+        values = [row[key] for key in self._rewards_in(row)]
+        verdicts = [value for value in values if value is not None and value == value]  # NaN, which JSON of Python may hold, is None
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in verdicts):
+            raise ValueError(f"{place}: expected a finite number or null as reward but got {values}.")
+        return float(sum(verdicts)) if verdicts else math.nan
+
+    def _tokenize(self, row: Mapping[str, Any], place: str, sample_id: int) -> dict[str, torch.Tensor]:
+        prompt = list(self._tokenizer.encode(_first(row, PROMPT_KEYS)))
+        completion = list(self._tokenizer.encode(_first(row, COMPLETION_KEYS), **self._special))
+        if self._append_eos and self._tokenizer.eos_token_id is not None:
+            completion.append(self._tokenizer.eos_token_id)
+        if not prompt or not completion:
+            raise ValueError(f"{place}: the {'completion' if prompt else 'prompt'} has no tokens. Leave the row out.")
+        return _sample(prompt, completion, self._reward(row, place), sample_id)
+
+
+def _sample(prompt: list[int], completion: list[int], reward: float, sample_id: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.tensor([*prompt, *completion], dtype=torch.int64),
+        "response_mask": torch.tensor([False] * len(prompt) + [True] * len(completion)),
+        "reward": torch.tensor(reward, dtype=torch.float64),
+        SAMPLE_ID: torch.tensor(sample_id, dtype=torch.int64),
+    }
+
+
+def _first(row: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return str(next(row[key] for key in keys if key in row))
+
+
+def _group_of(row: Mapping[str, Any]) -> str:
+    return json.dumps(next((row[key] for key in GROUP_KEYS if row.get(key) is not None), _first(row, PROMPT_KEYS)))
+
+
+def _iteration_of(row: Mapping[str, Any], number: int) -> int:
+    return int(next((row[key] for key in ITERATION_KEYS if row.get(key) is not None), number))
+
+
+def _takes_special_tokens(tokenizer: Tokenizer) -> bool:
+    parameters = inspect.signature(tokenizer.encode).parameters.values()
+    return any(parameter.name == "add_special_tokens" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return the file, or those in the folder with numbers in their natural order (2 before 10)."""
+    if path.is_file():
+        return [path]
+    found = [file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet") and file.is_file()]
+    if not found:
+        raise ValueError(f"{path} is neither a .jsonl or .parquet file nor a folder with such files.")
+    return sorted(found, key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(file))])
+
+
+def _rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each row with the words that name its place."""
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            raise ImportError(f"Reading {path} needs pyarrow: pip install pyarrow, or convert the file to JSON lines.") from None
+        for number, row in enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1):
+            yield f"Row {number} of {path}", row
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"Line {number} of {path}", _parse(line, f"Line {number} of {path}")
+
+
+def _parse(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON ({error}).") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} must be a JSON object but is {line[:80]!r}.")
+    return row
