@@ -1,0 +1,271 @@
+"""Tiny models, toy data and Trainers that the tests of modules, data modules and strategies share.
+
+A test forks its ranks with ``run_distributed(fn, world_size, init_process_group=False)`` and builds everything inside ``fn``: the
+Trainer joins the process group itself, as it does after a launcher. Several Trainers may run one after the other in the same ranks.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.prompts import contiguous_share
+from lightning_rlbatch.data.store import SAMPLE_ID, RolloutStore, gather_table
+from lightning_rlbatch.distributed.mesh import Meshes
+from lightning_rlbatch.functional.packing import PackedBatch
+
+VOCAB = 50
+EOS = 2
+
+
+def tiny_llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, tied: bool = False, dropout: float = 0.0) -> LlamaForCausalLM:
+    """Make the causal LM of the fixtures: hidden 32, 2 layers, 8 query heads, 2 key/value heads, vocabulary 50."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        attention_dropout=dropout,
+        initializer_range=0.3,  # far from uniform attention: a leak between samples or a wrong position shows
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS,
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # the same weights whatever the test's default dtype is
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return LlamaForCausalLM(config).to(dtype)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return SGD with learning rate 1: the change of a parameter is its (clipped) gradient."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def frozen_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return SGD with learning rate 0: every step sees the same weights."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+class ToyTokenizer:
+    """One letter is one token; 'a' is token 3."""
+
+    pad_token_id = 0
+    eos_token_id = EOS
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") + 3 for letter in text]
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(int(token) - 3 + ord("a")) for token in token_ids if int(token) > EOS)
+
+
+def length_reward(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """Reward long completions: differs between rollouts, and needs no model to be checked."""
+    return [float(len(completion)) for completion in completions]
+
+
+# -- what a run did ------------------------------------------------------------------------------------------------------------
+
+
+class RecordingLogger(Logger):
+    """Keeps every row of metrics that Lightning logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    @property
+    def name(self) -> str:
+        return "recording"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append({name: value for name, value in metrics.items() if name != "epoch"})
+
+
+class StepRecorder(Callback):
+    """Keeps what each optimizer step saw: whole gradients before clipping, and the metrics logged with it (on every rank)."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+        self.metrics: list[dict[str, float]] = []
+        self.global_steps: list[int] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append({name: whole(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None})
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self.metrics.append({name: float(value) for name, value in trainer.logged_metrics.items()})
+        self.global_steps.append(trainer.global_step)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor that may be sharded (then every rank must call)."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def whole_parameters(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters, gathered (every rank must call)."""
+    return {name: whole(parameter) for name, parameter in module.named_parameters()}
+
+
+def make_trainer(world_size: int, strategy: Any = "rlbatch_fsdp", **kwargs: Any) -> pl.Trainer:
+    """Return a quiet Trainer for CPU ranks; metrics are logged at every step."""
+    from lightning_rlbatch import register
+
+    register()
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    kwargs.setdefault("logger", RecordingLogger())
+    kwargs.setdefault("limit_val_batches", 0)
+    return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **{**quiet, **kwargs})
+
+
+# -- mini-batches made by hand -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Step:
+    """One optimizer step of a test.
+
+    Attributes:
+        options: How the mini-batch is cut.
+        settings: Attributes of the module that are set before the step.
+        order: Which samples, in which order; None takes all as they are.
+        samples: The samples, where they are not the data module's.
+    """
+
+    options: BatchingOptions
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    order: Sequence[int] | None = None
+    samples: PackedBatch | None = None
+
+
+class HandMadeDataModule(pl.LightningDataModule):
+    """Feeds steps whose samples are known, dealt over the ranks as rollouts would lie, through the real exchange and planner.
+
+    Args:
+        samples: All samples, on every rank.
+        steps: What to train on.
+    """
+
+    def __init__(self, samples: PackedBatch, steps: Sequence[Step]) -> None:
+        super().__init__()
+        self.samples = samples
+        self.steps = steps
+
+    def train_dataloader(self) -> "HandMadeDataModule":
+        return self
+
+    def val_dataloader(self) -> list[Any]:
+        return []
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[MiniBatch]:
+        module = self.trainer.lightning_module
+        for step in self.steps:
+            for name, value in step.settings.items():
+                assert hasattr(module, name), name
+                setattr(module, name, value)
+            samples = self.samples if step.samples is None else step.samples
+            chosen = samples.select(list(range(samples.num_samples)) if step.order is None else step.order)
+            yield deal(chosen, step.options, module.meshes).mini_batch(list(range(chosen.num_samples)))
+
+
+def deal(samples: PackedBatch, options: BatchingOptions, meshes: Meshes) -> RolloutStore:
+    """Return this rank's store of one mini-batch whose samples every rank knows."""
+    number = samples.num_samples
+    samples = samples.with_fields(
+        per_sample={SAMPLE_ID: torch.arange(number), "reward": torch.zeros(number, dtype=torch.float64), "truncated": torch.zeros(number)}
+    )
+    own = samples.select(list(contiguous_share(number, meshes.world_size, meshes.rank)))
+    return RolloutStore(own, gather_table(own, torch.arange(number), 1, meshes), [list(range(number))], options, meshes)
+
+
+def make_samples(shapes: Sequence[tuple[int, int]], *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PackedBatch:
+    """Return samples with all fields of PPO, at random.
+
+    Args:
+        shapes: (prompt tokens, response tokens) of each sample; a sample without response tokens is legal.
+        seed: Of tokens and fields.
+        dtype: Of the floating-point fields.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [prompt + response for prompt, response in shapes]
+    total = sum(lengths)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    mask = torch.cat([torch.tensor([False] * prompt + [True] * response) for prompt, response in shapes])
+
+    def draw(scale: float, shift: float = 0.0) -> Tensor:
+        return torch.randn(total, generator=generator, dtype=torch.float64).mul(scale).add(shift).to(dtype)
+
+    fields = {
+        "input_ids": torch.randint(3, VOCAB, (total,), generator=generator),
+        "response_mask": mask,
+        "old_log_probs": draw(0.5, -4.0),
+        "ref_log_probs": draw(0.5, -4.0),
+        "advantages": draw(1.0),
+        "returns": draw(1.0),
+        "values": draw(0.3),
+    }
+    return PackedBatch(bounds, fields)
+
+
+def with_policy_log_probs(samples: PackedBatch, model: LlamaForCausalLM, *, noise: float = 0.0, seed: int = 1) -> PackedBatch:
+    """Return samples whose old and reference log-probs are the model's own plus noise: ratios near 1, as in training."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = plain_log_probs(samples, model)
+    moved = {
+        name: torch.where(samples["response_mask"], rows + noise * torch.randn(rows.shape, generator=generator, dtype=torch.float64), 0)
+        for name in ("old_log_probs", "ref_log_probs")
+    }
+    return samples.with_fields(per_token={name: value.to(samples[name].dtype) for name, value in moved.items()})
+
+
+@torch.no_grad()
+def plain_log_probs(samples: PackedBatch, model: LlamaForCausalLM) -> Tensor:
+    """Return [T] log-probs from one forward per sample with the model's own attention: the slow, obvious way."""
+    rows = []
+    for ids in samples.split_per_sample("input_ids"):
+        logits = model.eval()(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].double().log_softmax(-1)
+        rows.append(torch.cat([logits.new_zeros(1), logits[:-1].gather(1, ids[1:, None]).squeeze(1)]))
+    return torch.cat(rows)
+
+
+def relative_difference(actual: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Return the largest difference of two dictionaries of tensors or numbers, relative to each entry's own largest value.
+
+    Entries far below the largest one are compared on its scale: some gradients are zero but for rounding.
+    """
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
+    pairs = {name: (torch.as_tensor(actual[name]).double(), torch.as_tensor(expected[name]).double()) for name in expected}
+    floor = 1e-3 * max(float(reference.abs().max()) for _, reference in pairs.values())
+    return max(
+        float((value - reference).abs().max()) / max(float(reference.abs().max()), floor) if value.isfinite().all() else float("inf")
+        for value, reference in pairs.values()
+    )
