@@ -2,17 +2,30 @@
 
 from typing import Literal
 
+from torch import Tensor
 from typing_extensions import override
 
+from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.distributed.reductions import all_reduce_sums
 from lightning_rlbatch.functional.aggregation import Denominators, aggregate
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
-from lightning_rlbatch.modules.base import LRSchedulerFactory, MicroBatchOutput, OptimizerFactory, RLBatchModule, default_optimizer
+from lightning_rlbatch.modules.base import (
+    LRSchedulerFactory,
+    MicroBatchOutput,
+    OptimizerFactory,
+    RLBatchModule,
+    accumulate,
+    default_optimizer,
+    ratios,
+)
 from lightning_rlbatch.modules.model_sources import ModelSource, load_model
 
 
 class SFTModule(RLBatchModule):
     """Train a causal LM to predict the tokens of ``response_mask``: cross-entropy over the GLOBAL number of such tokens.
+
+    Validation logs ``val/loss``: the same loss over the whole validation set, so it does not depend on how that was cut.
 
     Args:
         policy: Model to train: a function that makes it, or the folder or hub name of a pretrained one.
@@ -42,6 +55,7 @@ class SFTModule(RLBatchModule):
         self.policy_source = policy
         self.remove_padding = remove_padding
         self.loss_aggregation = loss_aggregation
+        self._validation_sums: dict[str, Tensor | float] = {}
 
     @override
     def build_models(self) -> None:
@@ -53,3 +67,24 @@ class SFTModule(RLBatchModule):
         log_probs = self.policy(micro_batch).log_probs
         loss = aggregate(-log_probs, mask, micro_batch.cu_seqlens, self.loss_aggregation, denominators)
         return MicroBatchOutput(loss)
+
+    # -- validation --------------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._validation_sums = {}
+
+    @override
+    def validation_step(self, batch: MiniBatch, batch_idx: int) -> None:  # type: ignore[override]
+        for micro_batch in batch.micro_batches:
+            mask, cu_seqlens = self.score_mask(micro_batch), micro_batch.cu_seqlens
+            counts = Denominators.local(mask, cu_seqlens)
+            loss_sum = aggregate(-self.policy(micro_batch).log_probs, mask, cu_seqlens, self.loss_aggregation, Denominators(1, 1))
+            count = counts.num_tokens if self.loss_aggregation == "token-mean" else counts.num_sequences
+            accumulate(self._validation_sums, {"val/loss": (loss_sum, count)})
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        totals = all_reduce_sums(self._validation_sums, self.meshes.dp_group)
+        # sync_dist only keeps Lightning from warning: the values are global already, equal on every rank.
+        self.log_dict(ratios(totals), batch_size=1, sync_dist=True)
