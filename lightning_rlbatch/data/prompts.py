@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_rlbatch.rollout.engine import rollout_seed
+
 
 @runtime_checkable
 class Tokenizer(Protocol):
@@ -38,6 +40,7 @@ class PromptBatch:
         max_response_length: Most tokens of one response.
         tokenizer: Decodes completions for reward functions.
         seed: Seed of the run.
+        pool: The whole data set, for prompts that replace others.
     """
 
     prompts: list[str]
@@ -48,6 +51,7 @@ class PromptBatch:
     max_response_length: int
     tokenizer: Tokenizer
     seed: int
+    pool: "PromptBatch | None" = None
 
     def __repr__(self) -> str:
         return f"PromptBatch({len(self)} prompts x {self.rollouts_per_prompt} rollouts)"
@@ -70,6 +74,21 @@ class PromptBatch:
             columns=[self.columns[i] for i in indices],
             positions=[self.positions[i] for i in indices],
         )
+
+    def replaced(self, indices: Sequence[int], stream: int, attempt: int) -> "PromptBatch":
+        """Return a batch in which some prompts are exchanged for others of the data set, by a rule that every rank computes alike.
+
+        Args:
+            indices: Which prompts go.
+            stream: Number of the iteration.
+            attempt: How often prompts were exchanged in it.
+        """
+        pool = self if self.pool is None else self.pool
+        prompts, prompt_ids, columns = list(self.prompts), list(self.prompt_ids), list(self.columns)
+        for index in indices:
+            chosen = rollout_seed(self.seed, stream, self.positions[index], -attempt) % len(pool)
+            prompts[index], prompt_ids[index], columns[index] = pool.prompts[chosen], pool.prompt_ids[chosen], pool.columns[chosen]
+        return dataclasses.replace(self, prompts=prompts, prompt_ids=prompt_ids, columns=columns)
 
 
 def contiguous_share(num_items: int, num_parts: int, part: int) -> range:

@@ -219,7 +219,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 generator = torch.Generator().manual_seed((self.seed * 7_368_787 + passes) % 2**63)
                 orders[passes] = torch.randperm(size, generator=generator).tolist()
             chosen.append(orders[passes][place])
-        return dataclasses.replace(self._train.select(chosen), positions=list(range(len(chosen))))
+        return dataclasses.replace(self._train.select(chosen), positions=list(range(len(chosen))), pool=self._train)
 
     @override
     def train_dataloader(self) -> "RolloutLoader":

@@ -25,6 +25,7 @@ class RolloutTable:
         lengths: Tokens, prompt and response.
         num_response_tokens: Tokens that the policy sampled.
         rewards: ``[N]`` float64; NaN where no reward function had a verdict.
+        truncated: ``[N]`` bool: cut off at the length limit.
         group_ids: ``[N]`` int64: the prompt's position in its iteration.
         rollouts_per_prompt: Rollout r of the p-th prompt has the id ``p * rollouts_per_prompt + r``.
     """
@@ -32,6 +33,7 @@ class RolloutTable:
     lengths: list[int]
     num_response_tokens: list[int]
     rewards: Tensor
+    truncated: Tensor
     group_ids: Tensor
     rollouts_per_prompt: int
 
@@ -50,19 +52,20 @@ def gather_table(samples: PackedBatch, group_ids: Tensor, rollouts_per_prompt: i
     """Tell every rank the lengths and rewards of all rollouts.
 
     Args:
-        samples: This rank's share, the next ids after the lower ranks'; per-sample field ``reward`` ``[n]``.
+        samples: This rank's share, the next ids after the lower ranks'; per-sample fields ``reward`` and ``truncated``.
         group_ids: ``[N]`` int64, known on every rank.
         rollouts_per_prompt: Group size.
         meshes: Groups of the run.
     """
     lengths = samples.lengths.double()
     num_response = torch.stack([part.sum() for part in samples.split_per_sample("response_mask")]) if samples.num_samples else lengths
-    rows = torch.stack([lengths, num_response.cpu().double(), samples["reward"].cpu().double()], dim=1)
+    rows = torch.stack([lengths, num_response.cpu().double(), samples["reward"].cpu().double(), samples["truncated"].cpu().double()], dim=1)
     rows, _ = all_gather_rows(rows, meshes.world_group)
     return RolloutTable(
         lengths=[int(value) for value in rows[:, 0].tolist()],
         num_response_tokens=[int(value) for value in rows[:, 1].tolist()],
         rewards=rows[:, 2],
+        truncated=rows[:, 3].bool(),
         group_ids=group_ids,
         rollouts_per_prompt=rollouts_per_prompt,
     )

@@ -99,6 +99,15 @@ class RLBatchModule(pl.LightningModule):
             denominators: Counts of the whole mini-batch over all data-parallel ranks.
         """
 
+    def prepare_micro_batches(self, batch: MiniBatch, denominators: Denominators) -> list[PackedBatch]:
+        """Return the micro-batches to train on; override to add fields that depend on the whole mini-batch.
+
+        Args:
+            batch: This rank's part.
+            denominators: Counts of the whole mini-batch.
+        """
+        return batch.micro_batches
+
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups, each with a ``name``: the role whose gradient norm is clipped and logged."""
         return [{"name": "policy", "params": [parameter for parameter in self.parameters() if parameter.requires_grad]}]
@@ -146,8 +155,9 @@ class RLBatchModule(pl.LightningModule):
         denominators = self.count(batch)
         scale = gradient_scale(self.meshes, averages_over(self.trainer))
         sums: dict[str, Tensor | float] = {}
-        last = len(batch.micro_batches) - 1
-        for index, micro_batch in enumerate(batch.micro_batches):
+        micro_batches = self.prepare_micro_batches(batch, denominators)
+        last = len(micro_batches) - 1
+        for index, micro_batch in enumerate(micro_batches):
             with nullcontext() if index == last else self._deferred_gradient_sync():
                 output = self.micro_batch_step(micro_batch, denominators)
                 self.manual_backward(output.loss * scale)

@@ -1,7 +1,6 @@
-"""Collect the rollouts of one iteration: sample, reward, exchange, score, estimate advantages."""
+"""Collect the rollouts of one iteration: sample, reward, exchange, score, prepare."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,40 +10,38 @@ import torch
 from torch import Tensor
 
 from lightning_rlbatch.data.batching import BatchingOptions
-from lightning_rlbatch.data.prompts import PromptBatch, contiguous_share
-from lightning_rlbatch.data.store import SAMPLE_ID, RolloutStore, RolloutTable, gather_table
-from lightning_rlbatch.distributed.failure import fail_together
+from lightning_rlbatch.data.prompts import PromptBatch
+from lightning_rlbatch.data.store import RolloutStore, RolloutTable, gather_table
 from lightning_rlbatch.distributed.reductions import all_reduce_max, all_reduce_sums
+from lightning_rlbatch.functional.filters import overlong_penalty, zero_variance_groups
+from lightning_rlbatch.functional.metrics import length_metrics
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.modules.progress import rollout_progress
+from lightning_rlbatch.modules.preparation import RolloutPreparation
+from lightning_rlbatch.modules.sampling import Rollout, RolloutSampler, pack_rollouts
 from lightning_rlbatch.modules.scoring_context import scoring_context
-from lightning_rlbatch.rollout.engine import Completion, RolloutRequest, SamplingParams, rollout_seed
 from lightning_rlbatch.rollout.weights import full_parameters
 
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo import PPOModule
 
-VALIDATION_STREAM = 2**32  # keeps the random numbers of validation apart from those of any iteration
+_VALIDATION_STREAM = 2**32  # keeps the random numbers of validation apart from those of any iteration
 
 
 class RolloutCollector:
-    """One collection. Every method that communicates is called by every rank, in the same order.
+    """One collection; every rank runs it together.
 
     Args:
         module: The PPO module.
-        prompts: Prompts over all ranks; the same object content on every rank.
-        stream: Number that separates the random numbers of this collection from all others (the iteration).
+        prompts: Prompts over all ranks, the same on every rank.
+        iteration: RL iteration.
     """
 
-    def __init__(self, module: "PPOModule", prompts: PromptBatch, stream: int) -> None:
+    def __init__(self, module: "PPOModule", prompts: PromptBatch, iteration: int) -> None:
         self.module = module
-        self.prompts = prompts
-        self.stream = stream
+        self.iteration = iteration
         self.meshes = module.meshes
+        self.sampler = RolloutSampler(module, prompts, iteration, "Rollouts")
         self.seconds: dict[str, float] = {}
-        self.own = contiguous_share(prompts.num_samples, self.meshes.world_size, self.meshes.rank)
-
-    # -- training --------------------------------------------------------------------------------------------------------------
 
     def run(self, mini_batches: Sequence[Sequence[int]], options: BatchingOptions) -> tuple[RolloutStore, dict[str, float]]:
         """Return the store of this iteration and the metrics of its collection.
@@ -53,82 +50,65 @@ class RolloutCollector:
             mini_batches: Prompt indices of each mini-batch of the first epoch.
             options: How samples are cut.
         """
-        module = self.module
+        module, sampler = self.module, self.sampler
         with scoring_context(module):
             with self._timed("sync_weights"):
                 sync_weights(module)
-            completions, rewards, by_name = self._sample(module.sampling(self.prompts), "Rollouts")
-            samples = self._pack(completions, rewards)
+            rollouts = self._sample()
             with self._timed("exchange"):
-                table = gather_table(samples, self._group_ids(), self.prompts.rollouts_per_prompt, self.meshes)
+                samples = self._with_penalty(pack_rollouts(rollouts, sampler.own.start, len(module.reward_functions)))
+                table = gather_table(samples, self._group_ids(), sampler.prompts.rollouts_per_prompt, self.meshes)
                 store = RolloutStore(samples, table, [table.ids_of_prompts(members) for members in mini_batches], options, self.meshes)
                 store.to(module.device)
             with self._timed("scoring"):
-                self._score(store)
-            store.update(per_token=module.compute_advantages(store))
-        return store, self._metrics(table, completions, by_name)
+                for name, forward in module.scoring_passes().items():
+                    store.update(per_token=store.score(_named(name, forward)))
+            prepared = RolloutPreparation(module, store).run()
+        return store, self._metrics(table, rollouts) | prepared
+
+    @property
+    def prompts(self) -> PromptBatch:
+        """The prompts that were rolled out in the end, replacements included."""
+        return self.sampler.prompts
+
+    def _sample(self) -> list[Rollout]:
+        sampling = self.module.sampling(self.sampler.prompts)
+        rollouts = self.sampler.sample_until_useful(sampling, self.module.max_sampling_rounds)
+        if self.module.advantage.needs_baseline_rewards:
+            self.sampler.greedy_baselines(rollouts, sampling)
+        return rollouts
+
+    def _with_penalty(self, samples: PackedBatch) -> PackedBatch:
+        buffer = self.module.overlong_buffer
+        if buffer is None or not samples.num_samples:
+            return samples
+        lengths = torch.stack([mask.sum() for mask in samples.split_per_sample("response_mask")])
+        limit = self.sampler.prompts.max_response_length
+        penalty = overlong_penalty(lengths, max_length=limit, buffer=buffer, factor=self.module.overlong_factor)
+        return samples.with_fields(per_sample={"reward": samples["reward"] + penalty})
 
     def _group_ids(self) -> Tensor:
-        return torch.tensor(self.prompts.positions, dtype=torch.int64).repeat_interleave(self.prompts.rollouts_per_prompt)
+        positions = torch.tensor(self.sampler.prompts.positions, dtype=torch.int64)
+        return positions.repeat_interleave(self.sampler.prompts.rollouts_per_prompt)
 
-    def _pack(self, completions: Sequence[Completion], rewards: Sequence[float]) -> PackedBatch:
-        rows = [
-            self._row(self.prompts.prompt_ids[index // self.prompts.rollouts_per_prompt], completion, reward, index)
-            for index, completion, reward in zip(self.own, completions, rewards)
-        ]
-        if not rows:
-            template = self._row([0], Completion([0], [0.0], "stop"), 0.0, 0)
-            return PackedBatch.empty(PackedBatch.from_samples([template]).schema)
-        return PackedBatch.from_samples(rows)
-
-    @staticmethod
-    def _row(prompt_ids: list[int], completion: Completion, reward: float, sample_id: int) -> dict[str, Tensor]:
-        prompt = len(prompt_ids)
-        return {
-            "input_ids": torch.tensor([*prompt_ids, *completion.token_ids], dtype=torch.int64),
-            "response_mask": torch.tensor([False] * prompt + [True] * len(completion.token_ids)),
-            "rollout_log_probs": torch.tensor([0.0] * prompt + list(completion.log_probs), dtype=torch.float32),
-            "reward": torch.tensor(reward, dtype=torch.float64),
-            SAMPLE_ID: torch.tensor(sample_id, dtype=torch.int64),
-        }
-
-    def _score(self, store: RolloutStore) -> None:
-        module = self.module
-        temperature = module.temperature
-        fields = {"old_log_probs": lambda micro: module.policy(micro, temperature=temperature).log_probs}
-        if (reference := module.reference) is not None:
-            fields["ref_log_probs"] = lambda micro: reference(micro, temperature=temperature).log_probs
-        if (critic := module.critic) is not None:
-            fields["values"] = lambda micro: critic(micro, with_log_probs=False, with_values=True).values
-        for name, forward in fields.items():
-            store.update(per_token=store.score(_named(name, forward)))
-
-    # -- sampling and rewards ------------------------------------------------------------------------------------------------------
-
-    def _sample(self, sampling: SamplingParams, description: str) -> tuple[list[Completion], list[float], dict[str, list[float]]]:
-        size = self.prompts.rollouts_per_prompt
-        requests = [
-            RolloutRequest(
-                self.prompts.prompt_ids[index // size],
-                rollout_seed(self.prompts.seed, self.stream, self.prompts.positions[index // size], index % size),
-            )
-            for index in self.own
-        ]
-        # The phases of one rank only (its own prompts, its own reward calls) fail on every rank, or none would notice.
-        progress = rollout_progress(self.module.trainer, len(self.own), description)
-        with fail_together(self.meshes.world_group, "generation"), self._timed("generation"), progress as update:
-            completions = self.module.rollout_engine.generate(requests, sampling, on_progress=update)
-        with fail_together(self.meshes.world_group, "rewards"), self._timed("rewards"):
-            chosen = [index // size for index in self.own]
-            names = {name for row in self.prompts.columns for name in row}
-            texts = [self.prompts.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions]
-            rewards, by_name = self.module.compute_rewards(
-                prompts=[self.prompts.prompts[prompt] for prompt in chosen],
-                completions=texts,
-                completion_ids=[completion.token_ids for completion in completions],
-                columns={name: [self.prompts.columns[prompt].get(name) for prompt in chosen] for name in sorted(names)},
-            )
-        return completions, rewards, by_name
+    def _metrics(self, table: RolloutTable, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        sums = all_reduce_sums(rollout_sums(self.module, rollouts), self.meshes.world_group)
+        metrics = reward_metrics(sums, "reward") | {f"length/{name}": value for name, value in _lengths(table).items()}
+        equal = zero_variance_groups(table.rewards, table.group_ids)
+        groups = max(1, int(equal.num_groups))
+        valid = table.rewards[~table.rewards.isnan()]
+        seconds = self.seconds | self.sampler.seconds
+        return (
+            metrics
+            | {
+                "reward/mean": float(valid.mean()) if len(valid) else math.nan,
+                "reward/std": float(valid.std(unbiased=False)) if len(valid) else math.nan,
+                "reward/zero_variance_all_right": int(equal.num_all_right) / groups,
+                "reward/zero_variance_all_wrong": int(equal.num_all_wrong) / groups,
+                "reward/resampled_groups": float(self.sampler.num_resampled_groups),
+            }
+            | all_reduce_max({f"time/{phase}": value for phase, value in seconds.items()}, self.meshes.world_group)
+        )
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -136,43 +116,21 @@ class RolloutCollector:
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    # -- metrics ---------------------------------------------------------------------------------------------------------------------
 
-    def _metrics(self, table: RolloutTable, completions: Sequence[Completion], by_name: dict[str, list[float]]) -> dict[str, float]:
-        metrics = reward_metrics(all_reduce_sums(self._sums(completions, by_name), self.meshes.world_group), "reward", "length")
-        lengths = sorted(table.num_response_tokens)
-        metrics["length/max"] = float(lengths[-1])
-        metrics["length/p95"] = float(lengths[max(0, -(-95 * len(lengths) // 100) - 1)])
-        metrics["reward/zero_variance_positive"], metrics["reward/zero_variance_zero"] = zero_variance_groups(table)
-        valid = [reward for reward in table.rewards.tolist() if not math.isnan(reward)]
-        metrics["reward/std"] = statistics.pstdev(valid) if valid else 0.0
-        slowest = all_reduce_max({f"time/{phase}": seconds for phase, seconds in self.seconds.items()}, self.meshes.world_group)
-        return metrics | slowest
+def evaluate_prompts(module: "PPOModule", prompts: PromptBatch, batch_index: int) -> dict[str, float]:
+    """Sample and reward this rank's share of a validation batch.
 
-    @staticmethod
-    def _sums(completions: Sequence[Completion], by_name: dict[str, list[float]]) -> dict[str, float]:
-        sums = {
-            "rollouts": float(len(completions)),
-            "tokens": float(sum(len(completion.token_ids) for completion in completions)),
-            "truncated": float(sum(completion.finish_reason == "length" for completion in completions)),
-        }
-        for name, rewards in by_name.items():
-            valid = [reward for reward in rewards if not math.isnan(reward)]
-            sums |= {f"reward:{name}": math.fsum(valid), f"verdicts:{name}": float(len(valid))}
-        return sums
+    Args:
+        module: The PPO module, its engine's weights up to date.
+        prompts: Prompts over all ranks.
+        batch_index: Number of the batch within the pass: every pass draws the same random numbers, so that passes compare policies.
 
-    # -- validation --------------------------------------------------------------------------------------------------------------------
-
-    def evaluate(self) -> dict[str, float]:
-        """Sample and reward this rank's share of validation prompts.
-
-        Returns:
-            Sums to add over batches and ranks and to hand to :func:`reward_metrics`; the same names on every rank.
-        """
-        sampling = self.module.sampling(self.prompts, temperature=self.module.validation_temperature)
-        with scoring_context(self.module):
-            completions, _, by_name = self._sample(sampling, "Validation rollouts")
-        return self._sums(completions, by_name)
+    Returns:
+        Sums to add over batches and ranks; the same names on every rank.
+    """
+    sampler = RolloutSampler(module, prompts, _VALIDATION_STREAM + batch_index, "Validation rollouts")
+    with scoring_context(module):
+        return rollout_sums(module, sampler.sample(module.sampling(prompts, temperature=module.validation_temperature)))
 
 
 def sync_weights(module: "PPOModule") -> None:
@@ -185,38 +143,43 @@ def sync_weights(module: "PPOModule") -> None:
     module.rollout_engine.update_weights(full_parameters(module.policy.model))
 
 
-def reward_metrics(sums: Mapping[str, float], reward_prefix: str, length_prefix: str) -> dict[str, float]:
+def rollout_sums(module: "PPOModule", rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return counts and sums of some rollouts, to add over batches and ranks.
+
+    Args:
+        module: Names the reward functions.
+        rollouts: Any number, none included.
+    """
+    sums = {
+        "rollouts": float(len(rollouts)),
+        "tokens": float(sum(len(rollout.completion.token_ids) for rollout in rollouts)),
+        "truncated": float(sum(rollout.completion.finish_reason == "length" for rollout in rollouts)),
+    }
+    for position, name in enumerate(module.reward_names):
+        verdicts = [rollout.components[position] for rollout in rollouts if not math.isnan(rollout.components[position])]
+        sums |= {f"reward:{name}": math.fsum(verdicts), f"verdicts:{name}": float(len(verdicts))}
+    return sums
+
+
+def reward_metrics(sums: Mapping[str, float], prefix: str) -> dict[str, float]:
     """Divide sums over all rollouts by their counts.
 
     Args:
-        sums: Summed over batches and ranks.
-        reward_prefix: Prefix of the mean reward per function.
-        length_prefix: Prefix of the response lengths, in tokens.
+        sums: What :func:`rollout_sums` made, summed over batches and ranks.
+        prefix: Prefix of the metrics' names.
+
+    Returns:
+        Mean reward per function, mean response length and share of truncated responses.
     """
-    metrics = {
-        f"{length_prefix}/mean": sums["tokens"] / max(1.0, sums["rollouts"]),
-        f"{length_prefix}/truncated": sums["truncated"] / max(1.0, sums["rollouts"]),
-    }
-    for key in sums:
-        if key.startswith("reward:"):
-            name = key.removeprefix("reward:")
-            metrics[f"{reward_prefix}/{name}"] = sums[key] / max(1.0, sums[f"verdicts:{name}"])
+    rewards = {key.removeprefix("reward:"): value for key, value in sums.items() if key.startswith("reward:")}
+    metrics = {f"{prefix}/{name}": value / max(1.0, sums[f"verdicts:{name}"]) for name, value in rewards.items()}
+    metrics[f"{prefix}/response_length"] = sums["tokens"] / max(1.0, sums["rollouts"])
+    metrics[f"{prefix}/truncated"] = sums["truncated"] / max(1.0, sums["rollouts"])
     return metrics
 
 
-def zero_variance_groups(table: RolloutTable) -> tuple[float, float]:
-    """Return the shares of groups that teach nothing: all rollouts equally rewarded, above 0 or not.
-
-    Args:
-        table: Lengths and rewards of all rollouts.
-    """
-    groups: dict[int, list[float]] = {}
-    for group, reward in zip(table.group_ids.tolist(), table.rewards.tolist()):
-        if not math.isnan(reward):
-            groups.setdefault(group, []).append(reward)
-    equal = [rewards[0] for rewards in groups.values() if len(rewards) > 1 and min(rewards) == max(rewards)]
-    count = max(1, len(groups))
-    return sum(reward > 0 for reward in equal) / count, sum(reward <= 0 for reward in equal) / count
+def _lengths(table: RolloutTable) -> dict[str, float]:
+    return length_metrics(torch.tensor(table.num_response_tokens), table.truncated)
 
 
 def _named(name: str, forward: Callable[[PackedBatch], Tensor]) -> Callable[[PackedBatch], dict[str, Tensor]]:

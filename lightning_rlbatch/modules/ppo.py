@@ -1,6 +1,6 @@
 """RL post-training of a language model: collect rollouts, then update on planned mini-batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,25 +9,31 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_rlbatch.callbacks.rollout_hooks import Rollouts, call_on_rollout_end
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompts import PromptBatch
-from lightning_rlbatch.data.store import RolloutStore
-from lightning_rlbatch.distributed.reductions import all_gather_rows, all_reduce_sums
-from lightning_rlbatch.functional import GRPO, AdvantageEstimator, PolicyLoss, PPOClip
-from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES, AggregationMode, Denominators, aggregate
+from lightning_rlbatch.data.store import SAMPLE_ID, RolloutStore
+from lightning_rlbatch.distributed.reductions import all_reduce_sums
+from lightning_rlbatch.functional import GRPO, AdvantageEstimator, KLController, PolicyLoss, PPOClip
+from lightning_rlbatch.functional.aggregation import AggregationMode, Denominators, aggregate
 from lightning_rlbatch.functional.kl import kl_penalty
-from lightning_rlbatch.functional.losses import policy_loss
+from lightning_rlbatch.functional.losses_covariance import token_keys
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.functional.peers import Peers
 from lightning_rlbatch.functional.value import value_loss
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.base import LRSchedulerFactory, MicroBatchOutput, OptimizerFactory, RLBatchModule, default_optimizer
-from lightning_rlbatch.modules.collection import VALIDATION_STREAM, RolloutCollector, reward_metrics, sync_weights
+from lightning_rlbatch.modules.collection import RolloutCollector, evaluate_prompts, reward_metrics, sync_weights
+from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, load_model
-from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards
+from lightning_rlbatch.modules.ppo_checks import check_ppo_options
+from lightning_rlbatch.modules.preparation import data_parallel_peers
+from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards, reward_names
+from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.rollout.engine import RolloutEngine, SamplingParams
 from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
+
+_STATE = "rlbatch_ppo"  # key in Lightning checkpoints
 
 
 class PPOModule(RLBatchModule):
@@ -46,9 +52,17 @@ class PPOModule(RLBatchModule):
         loss_aggregation: How token terms become a loss; see ``aggregate``.
         loss_norm_constant: Divisor of ``seq-mean-token-sum-norm``, for example the largest response length.
         entropy_coefficient: Weight of the entropy bonus.
-        kl_coefficient: Weight of the KL penalty to the reference model; above 0 a frozen copy of the policy is kept.
-        kl_kind: Estimator of the penalty: ``k1``, ``k2``, ``k3``, ``abs``.
-        critic: Model of the value function, same forms as ``policy``; a value head is added to it.
+        kl_coefficient: Weight of the KL penalty to the reference model in the loss; above 0 a frozen copy of the policy is kept.
+        kl_kind: Estimator of the penalty in the loss; see ``kl_penalty``.
+        kl_reward: KL penalty in the reward: a fixed or adaptive coefficient; keeps the reference model too.
+        kl_reward_kind: Estimator of the penalty in the reward.
+        rollout_correction: Importance correction where the engine's log-probs differ from the trainer's; None trusts the engine.
+        drop_truncated: True leaves responses that hit ``max_response_length`` out of the loss (their reward still counts).
+        overlong_buffer: Tokens before ``max_response_length`` over which the reward falls by up to ``overlong_factor``; None: off.
+        overlong_factor: Largest overlong penalty.
+        max_sampling_rounds: Rounds in which prompts whose rollouts all got the same reward are sampled again; 1 keeps what came.
+        critic: Model of the value function, same forms as ``policy``; a value head is added to it. ``"shared"`` puts the value head
+            on the policy's own trunk.
         critic_lr: Learning rate of the critic's parameter group; None takes the optimizer's.
         value_coefficient: Weight of the value loss.
         value_clip: Clip of values around the old ones; None does not clip.
@@ -79,6 +93,13 @@ class PPOModule(RLBatchModule):
         entropy_coefficient: float = 0.0,
         kl_coefficient: float = 0.0,
         kl_kind: str = "k3",
+        kl_reward: KLController | None = None,
+        kl_reward_kind: str = "k1",
+        rollout_correction: RolloutCorrection | None = None,
+        drop_truncated: bool = False,
+        overlong_buffer: int | None = None,
+        overlong_factor: float = 1.0,
+        max_sampling_rounds: int = 1,
         critic: ModelSource | None = None,
         critic_lr: float | None = None,
         value_coefficient: float = 0.5,
@@ -94,28 +115,10 @@ class PPOModule(RLBatchModule):
         max_grad_norm: float | None = 1.0,
     ) -> None:
         super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler, max_grad_norm=max_grad_norm)
-        if not reward_functions:
-            raise ValueError("Expected at least one reward function. Pass reward_functions=[my_reward].")
-        if reward_weights is not None and len(reward_weights) != len(reward_functions):
-            raise ValueError(
-                f"Got {len(reward_weights)} reward_weights for {len(reward_functions)} reward_functions. Pass one weight each."
-            )
-        if advantage.needs_values and critic is None:
-            raise ValueError(
-                f"The advantage {type(advantage).__name__} needs values. Set critic=... (for example the same source as policy), or use GRPO()."
-            )
-        if temperature <= 0:
-            raise ValueError(f"Expected temperature to be positive but got {temperature}: rollouts to learn from must be sampled.")
-        if loss_aggregation not in AGGREGATION_MODES:
-            raise ValueError(f"Expected loss_aggregation to be one of {AGGREGATION_MODES} but got {loss_aggregation!r}.")
-        if (loss_aggregation == "seq-mean-token-sum-norm") != (loss_norm_constant is not None):
-            raise ValueError(
-                "loss_norm_constant belongs to loss_aggregation='seq-mean-token-sum-norm': "
-                f"got {loss_aggregation!r} with loss_norm_constant={loss_norm_constant}."
-            )
         self.policy_source = policy
         self.reward_functions = reward_functions
-        self.reward_weights = reward_weights or [1.0] * len(reward_functions)
+        self.reward_weights = [1.0] * len(reward_functions) if reward_weights is None else reward_weights
+        self.reward_names = reward_names(reward_functions)
         self.advantage = advantage
         self.policy_loss = policy_loss
         self.loss_aggregation = loss_aggregation
@@ -123,6 +126,14 @@ class PPOModule(RLBatchModule):
         self.entropy_coefficient = entropy_coefficient
         self.kl_coefficient = kl_coefficient
         self.kl_kind = kl_kind
+        self.kl_reward = kl_reward
+        self.kl_reward_kind = kl_reward_kind
+        self.kl_reward_coefficient = 0.0 if kl_reward is None else kl_reward.coefficient
+        self.rollout_correction = rollout_correction
+        self.drop_truncated = drop_truncated
+        self.overlong_buffer = overlong_buffer
+        self.overlong_factor = overlong_factor
+        self.max_sampling_rounds = max_sampling_rounds
         self.critic_source = critic
         self.critic_lr = critic_lr
         self.value_coefficient = value_coefficient
@@ -134,6 +145,7 @@ class PPOModule(RLBatchModule):
         self.remove_padding = remove_padding
         self._collection_metrics: dict[str, float] = {}
         self._validation_sums: dict[str, float] = {}
+        check_ppo_options(self)
 
     # -- models ----------------------------------------------------------------------------------------------------------------
 
@@ -145,13 +157,16 @@ class PPOModule(RLBatchModule):
             rank_zero_warn(f"Dropout of the policy was set to 0 in {len(changed)} modules: with it the first probability ratio is not 1.")
         self.rollout_engine = self.build_engine(model)
         # Outside the module tree, else the frozen copy would be half of every checkpoint.
-        self._frozen: list[nn.Module] = []
-        if self.kl_coefficient > 0:
-            self._frozen.append(self._scorer(load_model(self.policy_source)).requires_grad_(False).eval())
-        self.policy = self._scorer(model)
+        self._frozen: list[TokenScorer] = []
+        if self.kl_coefficient > 0 or self.kl_reward is not None:
+            reference = load_model(self.policy_source)
+            disable_dropout(reference)
+            reference.requires_grad_(False)
+            self._frozen.append(self._scorer(reference).eval())
+        self.policy = self._scorer(model, value_head=self.critic_source == "shared")
         self.critic = None
-        if self.critic_source is not None:
-            critic = load_model(self.critic_source)
+        if self.critic_source is not None and self.critic_source != "shared":
+            critic = load_model(self.critic_source).base_model  # values need no LM head, and an unused one has no gradient
             disable_dropout(critic)
             self.critic = self._scorer(critic, value_head=True)
 
@@ -173,7 +188,12 @@ class PPOModule(RLBatchModule):
     @property
     def reference(self) -> TokenScorer | None:
         """The frozen reference policy, or None if nothing needs one."""
-        return self._frozen[0] if self._frozen else None  # type: ignore[return-value]  # only scorers are put there
+        return self._frozen[0] if self._frozen else None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there is a value function, on its own trunk or on the policy's."""
+        return self.critic_source is not None
 
     @override
     def optimizer_groups(self) -> list[dict[str, Any]]:
@@ -200,8 +220,26 @@ class PPOModule(RLBatchModule):
         Returns:
             This rank's rollouts with old log-probs and advantages.
         """
-        store, self._collection_metrics = RolloutCollector(self, prompts, iteration).run(mini_batches, options)
+        collector = RolloutCollector(self, prompts, iteration)
+        store, self._collection_metrics = collector.run(mini_batches, options)
+        if self.kl_reward is not None:
+            self._collection_metrics["kl/reward_coefficient"] = self.kl_reward_coefficient
+            self.kl_reward_coefficient = self.kl_reward.update(
+                self.kl_reward_coefficient, current_kl=self._collection_metrics["kl/reward"], num_samples=len(store.table)
+            )
+        call_on_rollout_end(self.trainer, self, Rollouts(store, collector.prompts, iteration))
         return store
+
+    def scoring_passes(self) -> dict[str, Callable[[PackedBatch], Tensor]]:
+        """Return the forward-only passes over fresh rollouts: name of the per-token field and what computes it."""
+        policy, reference, temperature = self.policy, self.reference, self.temperature
+        critic = self.critic if self.critic is not None else policy
+        passes = {"old_log_probs": lambda micro_batch: policy(micro_batch, temperature=temperature).log_probs}
+        if reference is not None:
+            passes["ref_log_probs"] = lambda micro_batch: reference(micro_batch, temperature=temperature).log_probs
+        if self.has_values:
+            passes["values"] = lambda micro_batch: critic(micro_batch, with_log_probs=False, with_values=True).values
+        return passes
 
     def sampling(self, prompts: PromptBatch, *, temperature: float | None = None) -> SamplingParams:
         """Return how completions of these prompts are drawn."""
@@ -236,21 +274,24 @@ class PPOModule(RLBatchModule):
             columns=columns,
         )
 
-    def compute_advantages(self, store: RolloutStore) -> dict[str, Tensor]:
-        """Return the per-token fields ``advantages`` and, with a critic, ``returns`` of this rank's samples.
+    def compute_advantages(self, store: RolloutStore, token_rewards: Tensor | None) -> dict[str, Tensor]:
+        """Return the per-token fields ``advantages`` and ``returns`` of this rank's samples.
 
         Args:
-            store: Rollouts with rewards of all ranks in its table, and this rank's values.
+            store: Rollouts; ``store.samples`` holds this rank's rewards, values and masks.
+            token_rewards: ``[T]``: what each token adds to the reward (a KL penalty), or None.
         """
-        samples = store.samples
-        peers = Peers(gather=lambda rows: all_gather_rows(rows, self.meshes.dp_group), rank=self.meshes.dp_rank)
-        result = self.advantage(
-            samples["reward"].to(torch.float32),
+        samples, estimator = store.samples, self.advantage
+        result = estimator(
+            samples["reward"].float(),
             store.group_ids.to(samples.device),
             samples["response_mask"],
             samples.cu_seqlens,
-            values=samples["values"] if self.critic is not None else None,
-            peers=peers,
+            token_rewards=token_rewards,
+            values=samples["values"] if self.has_values else None,
+            baseline_rewards=samples["baseline_reward"].float() if estimator.needs_baseline_rewards else None,
+            component_rewards=samples["component_rewards"].float() if estimator.needs_component_rewards else None,
+            peers=data_parallel_peers(self),
         )
         return {"advantages": result.advantages, "returns": result.returns}
 
@@ -264,19 +305,41 @@ class PPOModule(RLBatchModule):
             self._collection_metrics = {}
 
     @override
+    def prepare_micro_batches(self, batch: MiniBatch, denominators: Denominators) -> list[PackedBatch]:
+        micro_batches = batch.micro_batches
+        if not self.policy_loss.needs_selection:
+            return micro_batches
+        # The choice of tokens looks at the whole mini-batch under the current weights, whatever the cut.
+        with scoring_context(self):
+            log_probs = torch.cat([self.policy(micro, temperature=self.temperature).log_probs for micro in micro_batches])
+        whole = PackedBatch.concat(micro_batches)
+        keys = token_keys(whole[SAMPLE_ID], whole.cu_seqlens, whole.num_tokens, seed=self.global_step)
+        selected = self.policy_loss.select(
+            log_probs,
+            whole["old_log_probs"],
+            whole["advantages"],
+            self.score_mask(whole),
+            keys,
+            num_tokens=int(denominators.num_tokens),
+            peers=data_parallel_peers(self),
+        )
+        parts = torch.split(selected, [micro.num_tokens for micro in micro_batches])
+        return [micro.with_fields(per_token={"selected": part}) for micro, part in zip(micro_batches, parts)]
+
+    @override
     def micro_batch_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
         mask, cu_seqlens = self.score_mask(micro_batch), micro_batch.cu_seqlens
-        scores = self.policy(micro_batch, temperature=self.temperature, with_entropy=True)
-        loss, metrics = self.policy_terms(micro_batch, scores.log_probs, scores.entropy)
-        total = aggregate(loss, mask, cu_seqlens, self.loss_aggregation, denominators)
-        if self.critic is not None:
-            values = self.critic(micro_batch, with_log_probs=False, with_values=True).values
-            terms = value_loss(values, micro_batch["values"], micro_batch["returns"], mask, clip=self.value_clip)
-            total = total + self.value_coefficient * aggregate(terms.terms, mask, cu_seqlens, self.loss_aggregation, denominators)
-            metrics |= {"value/loss": terms.terms} | {f"value/{name}": value for name, value in terms.metrics.items()}
-        tokens = mask.sum()
-        sums = {name: (torch.where(mask, value.detach(), 0).sum(), tokens) for name, value in metrics.items()}
-        return MicroBatchOutput(total, dict(sums))
+        shared = self.has_values and self.critic is None
+        scores = self.policy(micro_batch, temperature=self.temperature, with_entropy=True, with_values=shared)
+        terms, metrics = self.policy_terms(micro_batch, scores.log_probs, scores.entropy)
+        loss = aggregate(terms, mask, cu_seqlens, self.loss_aggregation, denominators)
+        if self.has_values:
+            values = scores.values if self.critic is None else self.critic(micro_batch, with_log_probs=False, with_values=True).values
+            value = value_loss(values, micro_batch["values"], micro_batch["returns"], mask, clip=self.value_clip)
+            loss = loss + self.value_coefficient * aggregate(value.terms, mask, cu_seqlens, self.loss_aggregation, denominators)
+            metrics |= {"value/loss": value.terms, "value/mean": values} | {f"value/{name}": term for name, term in value.metrics.items()}
+        num_tokens = mask.sum()
+        return MicroBatchOutput(loss, {name: (torch.where(mask, term.detach(), 0).sum(), num_tokens) for name, term in metrics.items()})
 
     def policy_terms(self, micro_batch: PackedBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the policy's per-token loss terms, and per-token metrics to average over all response tokens.
@@ -290,15 +353,18 @@ class PPOModule(RLBatchModule):
             Terms ``[T]`` and metrics ``[T]`` by name.
         """
         mask = self.score_mask(micro_batch)
-        result = policy_loss(
-            log_probs, micro_batch["old_log_probs"], micro_batch["advantages"], mask, micro_batch.cu_seqlens, loss=self.policy_loss
+        result = self.policy_loss(
+            log_probs,
+            micro_batch["old_log_probs"],
+            micro_batch["advantages"],
+            mask,
+            micro_batch.cu_seqlens,
+            weights=micro_batch["loss_weights"] if self.rollout_correction is not None else None,
+            selected=micro_batch["selected"] if self.policy_loss.needs_selection else None,
         )
         terms = result.terms
-        metrics = {
-            "train/policy_loss": terms,
-            "train/entropy": entropy,
-            **{f"train/{name}": value for name, value in result.metrics.items()},
-        }
+        metrics = {"train/policy_loss": terms, "train/entropy": entropy}
+        metrics |= {f"train/{name}": term for name, term in result.metrics.items()}
         if self.entropy_coefficient:
             terms = terms - self.entropy_coefficient * entropy
         if self.kl_coefficient > 0:
@@ -316,11 +382,21 @@ class PPOModule(RLBatchModule):
 
     @override
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        for name, value in RolloutCollector(self, batch, VALIDATION_STREAM + batch_idx).evaluate().items():
+        for name, value in evaluate_prompts(self, batch, batch_idx).items():
             self._validation_sums[name] = self._validation_sums.get(name, 0.0) + value
 
     @override
     def on_validation_epoch_end(self) -> None:
-        sums = all_reduce_sums(self._validation_sums, self.meshes.world_group)
+        metrics = reward_metrics(all_reduce_sums(self._validation_sums, self.meshes.world_group), "val")
         # sync_dist only keeps Lightning from warning: the values are global already, equal on every rank.
-        self.log_dict(reward_metrics(sums, "val/reward", "val/length"), batch_size=1, sync_dist=True)
+        self.log_dict(metrics, batch_size=1, sync_dist=True)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_STATE] = {"kl_reward_coefficient": self.kl_reward_coefficient}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kl_reward_coefficient = checkpoint[_STATE]["kl_reward_coefficient"]

@@ -5,6 +5,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from lightning_rlbatch.functional.rewards import combine_rewards
+
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
@@ -39,23 +43,20 @@ def call_rewards(
         ValueError: A function returned too few or too many rewards, or one that is not finite; names function and sample.
     """
     by_name: dict[str, list[float]] = {}
-    arguments = {
-        "prompts": list(prompts),
-        "completions": list(completions),
-        "completion_ids": [list(ids) for ids in completion_ids],
-        **columns,
-    }
-    for position, function in enumerate(functions):
-        name = _name(function)
-        if name in by_name:
-            name = f"{name}_{position}"
+    arguments: dict[str, Any] = {"prompts": list(prompts), "completions": list(completions), **columns}
+    arguments["completion_ids"] = [list(ids) for ids in completion_ids]
+    for name, function in zip(reward_names(functions), functions):
         # A rank may have no completion at all; functions need not be written for that.
         by_name[name] = _checked(name, function(**_accepted(function, arguments)), completions) if completions else []
-    totals = []
-    for rewards in zip(*by_name.values()):
-        verdicts = [weight * reward for weight, reward in zip(weights, rewards) if not math.isnan(reward)]
-        totals.append(math.fsum(verdicts) if verdicts else math.nan)
-    return totals, by_name
+    components = torch.tensor(list(by_name.values()), dtype=torch.float64).T
+    totals = combine_rewards(components, list(weights)) if completions else torch.zeros(0)
+    return totals.tolist(), by_name
+
+
+def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """Return a name for each function, different ones for different functions."""
+    names = [_name(function) for function in functions]
+    return [name if names.count(name) == 1 else f"{name}_{position}" for position, name in enumerate(names)]
 
 
 def _name(function: RewardFunction) -> str:

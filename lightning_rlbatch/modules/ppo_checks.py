@@ -1,0 +1,52 @@
+"""Refuse contradictory options of the PPO module when it is made, before any model is loaded."""
+
+from typing import TYPE_CHECKING
+
+from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
+from lightning_rlbatch.functional.kl import KL_KINDS
+
+if TYPE_CHECKING:
+    from lightning_rlbatch.modules.ppo import PPOModule
+
+
+def check_ppo_options(module: "PPOModule") -> None:
+    """Check options against each other.
+
+    Args:
+        module: A module whose attributes are set.
+
+    Raises:
+        ValueError: Names the options, their values and what to change.
+    """
+    if not module.reward_functions:
+        raise ValueError("Expected at least one reward function. Pass reward_functions=[my_reward].")
+    if len(module.reward_weights) != len(module.reward_functions):
+        raise ValueError(
+            f"Got {len(module.reward_weights)} reward_weights for {len(module.reward_functions)} reward_functions. Pass one weight each."
+        )
+    if module.advantage.needs_values and module.critic_source is None:
+        raise ValueError(
+            f"The advantage {type(module.advantage).__name__} needs values. Set critic (for example to the same source as policy, or to"
+            " 'shared'), or use an estimator without values such as GRPO."
+        )
+    if module.temperature <= 0:
+        raise ValueError(f"Expected temperature to be positive but got {module.temperature}: rollouts to learn from must be sampled.")
+    if module.loss_aggregation not in AGGREGATION_MODES:
+        raise ValueError(f"Expected loss_aggregation to be one of {AGGREGATION_MODES} but got {module.loss_aggregation!r}.")
+    if (module.loss_aggregation == "seq-mean-token-sum-norm") != (module.loss_norm_constant is not None):
+        raise ValueError(
+            "loss_norm_constant belongs to loss_aggregation='seq-mean-token-sum-norm' and to no other: got"
+            f" {module.loss_aggregation!r} with loss_norm_constant={module.loss_norm_constant}."
+        )
+    for name in ("kl_kind", "kl_reward_kind"):
+        if getattr(module, name) not in KL_KINDS:
+            raise ValueError(f"Expected {name} to be one of {tuple(KL_KINDS)} but got {getattr(module, name)!r}.")
+    for name in ("kl_coefficient", "value_coefficient", "overlong_factor"):
+        if getattr(module, name) < 0:
+            raise ValueError(f"Expected {name} to be at least 0 but got {getattr(module, name)}.")
+    if module.critic_source is None and (module.critic_lr is not None or module.value_clip is not None):
+        raise ValueError("critic_lr and value_clip have no effect without a critic. Set critic, or remove them.")
+    if module.critic_source == "shared" and module.critic_lr is not None:
+        raise ValueError("critic_lr has no effect with critic='shared': the value head is trained with the policy. Remove critic_lr.")
+    if module.max_sampling_rounds < 1:
+        raise ValueError(f"Expected max_sampling_rounds to be at least 1 but got {module.max_sampling_rounds}.")

@@ -1,0 +1,89 @@
+"""Turn scored rollouts into training data: penalties, importance correction, advantages."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_rlbatch.data.store import RolloutStore
+from lightning_rlbatch.distributed.reductions import all_gather_rows, all_reduce_sums
+from lightning_rlbatch.functional.filters import drop_samples
+from lightning_rlbatch.functional.kl import kl_penalty
+from lightning_rlbatch.functional.metrics import explained_variance, explained_variance_sums, token_mean
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.functional.peers import Peers
+
+if TYPE_CHECKING:
+    from lightning_rlbatch.modules.ppo import PPOModule
+
+
+class RolloutPreparation:
+    """One preparation; every rank runs it together.
+
+    Args:
+        module: The PPO module.
+        store: Rollouts with old log-probs, reference log-probs and values as far as the module has these models.
+    """
+
+    def __init__(self, module: "PPOModule", store: RolloutStore) -> None:
+        self.module = module
+        self.store = store
+        self.sums: dict[str, Tensor | float] = {}
+
+    def run(self) -> dict[str, float]:
+        """Add the fields that the update reads to the store; return metrics over all ranks."""
+        module, store = self.module, self.store
+        self._mismatch(store.samples)
+        token_rewards = self._kl_reward(store.samples) if module.kl_reward is not None else None
+        if module.drop_truncated:
+            kept = drop_samples(store.samples["response_mask"], store.samples.cu_seqlens, ~store.samples["truncated"])
+            store.update(per_token={"response_mask": kept})
+        if module.rollout_correction is not None:
+            self._correct(store.samples)
+        store.update(per_token=module.compute_advantages(store, token_rewards))
+        if module.has_values:
+            self._explained_variance(store.samples)
+        return self._reduced()
+
+    def _mismatch(self, samples: PackedBatch) -> None:
+        # k3 of the engine's distribution against the trainer's, on the engine's samples: never negative.
+        difference = kl_penalty(samples["rollout_log_probs"], samples["old_log_probs"], samples["response_mask"], "k3")
+        self._add("kl/rollout_mismatch", *token_mean(difference, samples["response_mask"]))
+
+    def _kl_reward(self, samples: PackedBatch) -> Tensor:
+        module = self.module
+        penalty = kl_penalty(samples["old_log_probs"], samples["ref_log_probs"], samples["response_mask"], module.kl_reward_kind)
+        self._add("kl/reward", *token_mean(penalty, samples["response_mask"]))
+        return -module.kl_reward_coefficient * penalty
+
+    def _correct(self, samples: PackedBatch) -> None:
+        assert self.module.rollout_correction is not None
+        mask = samples["response_mask"]
+        result = self.module.rollout_correction(samples["old_log_probs"], samples["rollout_log_probs"], mask, samples.cu_seqlens)
+        for name, metric in result.metrics.items():
+            self._add(f"rollout_correction/{name}", *token_mean(metric, mask))
+        self.store.update(per_token={"response_mask": result.response_mask, "loss_weights": result.weights})
+
+    def _explained_variance(self, samples: PackedBatch) -> None:
+        sums = explained_variance_sums(samples["values"], samples["returns"], samples["response_mask"])
+        self.sums |= {f"explained_variance:{index}": value for index, value in enumerate(sums)}
+
+    def _add(self, name: str, numerator: Tensor, denominator: Tensor) -> None:
+        self.sums |= {f"{name}:numerator": numerator, f"{name}:denominator": denominator}
+
+    def _reduced(self) -> dict[str, float]:
+        totals = all_reduce_sums(self.sums, self.module.meshes.dp_group)
+        metrics = {}
+        if self.module.has_values:
+            value = float(explained_variance(torch.tensor([totals.pop(f"explained_variance:{index}") for index in range(5)])))
+            metrics["value/explained_variance"] = value
+        for key, total in totals.items():
+            if key.endswith(":numerator"):
+                name = key.removesuffix(":numerator")
+                metrics[name] = total / max(1.0, totals[f"{name}:denominator"])
+        return metrics
+
+
+def data_parallel_peers(module: "PPOModule") -> Peers:
+    """Return the data-parallel ranks as the pure functions see them."""
+    return Peers(gather=lambda rows: all_gather_rows(rows, module.meshes.dp_group), rank=module.meshes.dp_rank)

@@ -1,0 +1,167 @@
+"""Sample and reward this rank's share of the rollouts of a prompt batch."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_rlbatch.data.prompts import PromptBatch, contiguous_share
+from lightning_rlbatch.data.store import SAMPLE_ID
+from lightning_rlbatch.distributed.failure import fail_together
+from lightning_rlbatch.distributed.reductions import all_gather_rows
+from lightning_rlbatch.functional.filters import zero_variance_groups
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.modules.progress import rollout_progress
+from lightning_rlbatch.rollout.engine import Completion, RolloutRequest, SamplingParams, rollout_seed
+
+if TYPE_CHECKING:
+    from lightning_rlbatch.modules.ppo import PPOModule
+
+_ROUND = 2**33  # separates the random numbers of sampling rounds, and the streams of training and validation
+
+
+@dataclasses.dataclass
+class Rollout:
+    """One rewarded completion.
+
+    Attributes:
+        prompt_ids: Tokens of its prompt.
+        completion: What was sampled.
+        reward: Weighted sum of the reward functions; NaN without a verdict.
+        components: Reward of each function, NaN without a verdict.
+        baseline: Reward of the greedy answer to the same prompt; NaN if nothing needs it.
+    """
+
+    prompt_ids: list[int]
+    completion: Completion
+    reward: float
+    components: list[float]
+    baseline: float = math.nan
+
+
+class RolloutSampler:
+    """Samples the rollouts of one prompt batch; every method that communicates is called by every rank.
+
+    Args:
+        module: The PPO module.
+        prompts: Prompts over all ranks.
+        stream: Number that separates this batch's random numbers from those of all others.
+        description: Name of the progress bar.
+    """
+
+    def __init__(self, module: "PPOModule", prompts: PromptBatch, stream: int, description: str) -> None:
+        self.module = module
+        self.prompts = prompts
+        self.stream = stream
+        self.description = description
+        self.group = module.meshes.world_group
+        self.own = contiguous_share(prompts.num_samples, module.meshes.world_size, module.meshes.rank)
+        self.seconds: dict[str, float] = {"generation": 0.0, "rewards": 0.0}
+        self.num_resampled_groups = 0
+
+    def sample(self, sampling: SamplingParams) -> list[Rollout]:
+        """Return this rank's rollouts, in the order of its share."""
+        return self._rollouts(self.own, sampling, self.stream)
+
+    def sample_until_useful(self, sampling: SamplingParams, max_rounds: int) -> list[Rollout]:
+        """Sample; replace prompts whose rollouts were all rewarded alike by others, up to a number of rounds.
+
+        Source: Yu et al., "DAPO", 2025, section 3.2. The replacements come from the whole data set, by a rule that every rank
+        computes alike; what is still without variance after the last round is kept (its advantages are 0).
+
+        Args:
+            sampling: How completions are drawn.
+            max_rounds: Rounds of sampling, the first included.
+        """
+        rollouts = dict(zip(self.own, self.sample(sampling)))
+        size = self.prompts.rollouts_per_prompt
+        for attempt in range(1, max_rounds):
+            rewards, _ = all_gather_rows(torch.tensor([rollouts[index].reward for index in self.own], dtype=torch.float64), self.group)
+            groups = torch.arange(len(self.prompts)).repeat_interleave(size)
+            useless = zero_variance_groups(rewards, groups).samples.view(-1, size).all(1).nonzero().flatten().tolist()
+            if not useless:
+                break
+            self.num_resampled_groups += len(useless)
+            self.prompts = self.prompts.replaced(useless, self.stream, attempt)
+            again = [index for index in self.own if index // size in set(useless)]
+            rollouts |= zip(again, self._rollouts(again, sampling, self.stream + attempt * _ROUND))
+        return [rollouts[index] for index in self.own]
+
+    def greedy_baselines(self, rollouts: list[Rollout], sampling: SamplingParams) -> None:
+        """Give each rollout the reward of the greedy answer to its prompt, in place (Li et al., "ReMax", 2024).
+
+        Args:
+            rollouts: This rank's rollouts.
+            sampling: How the rollouts were drawn; only the temperature is replaced.
+        """
+        size = self.prompts.rollouts_per_prompt
+        first = {index // size: index for index in self.own}
+        answers = self._rollouts(sorted(first.values()), dataclasses.replace(sampling, temperature=0.0), self.stream)
+        baselines = dict(zip(sorted(first), (answer.reward for answer in answers)))
+        for index, rollout in zip(self.own, rollouts):
+            rollout.baseline = baselines[index // size]
+
+    def _rollouts(self, indices: Iterable[int], sampling: SamplingParams, stream: int) -> list[Rollout]:
+        prompts, size, indices = self.prompts, self.prompts.rollouts_per_prompt, list(indices)
+        chosen = [index // size for index in indices]
+        requests = [
+            RolloutRequest(prompts.prompt_ids[prompt], rollout_seed(prompts.seed, stream, prompts.positions[prompt], index % size))
+            for prompt, index in zip(chosen, indices)
+        ]
+        # What only this rank runs (its prompts, its reward calls) fails on every rank, or the others would wait for it.
+        progress = rollout_progress(self.module.trainer, len(requests), self.description)
+        with fail_together(self.group, "generation"), self._timed("generation"), progress as update:
+            completions = self.module.rollout_engine.generate(requests, sampling, on_progress=update)
+        with fail_together(self.group, "rewards"), self._timed("rewards"):
+            names = sorted({name for row in prompts.columns for name in row})
+            totals, by_name = self.module.compute_rewards(
+                prompts=[prompts.prompts[prompt] for prompt in chosen],
+                completions=[prompts.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions],
+                completion_ids=[completion.token_ids for completion in completions],
+                columns={name: [prompts.columns[prompt].get(name) for prompt in chosen] for name in names},
+            )
+            components = zip(*by_name.values())
+            return [
+                Rollout(prompts.prompt_ids[prompt], completion, reward, list(parts))
+                for prompt, completion, reward, parts in zip(chosen, completions, totals, components)
+            ]
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+
+def pack_rollouts(rollouts: list[Rollout], first_id: int, num_components: int) -> PackedBatch:
+    """Pack rewarded completions; a rank without any gets an empty batch of the same schema.
+
+    Args:
+        rollouts: This rank's rollouts.
+        first_id: Sample id of the first one; ids go on by one.
+        num_components: Number of reward functions.
+    """
+    rows = [_row(rollout, first_id + offset) for offset, rollout in enumerate(rollouts)]
+    if rows:
+        return PackedBatch.from_samples(rows, per_sample=("component_rewards",))
+    template = _row(Rollout([0], Completion([0], [0.0], "stop"), 0.0, [0.0] * num_components), 0)
+    return PackedBatch.empty(PackedBatch.from_samples([template], per_sample=("component_rewards",)).schema)
+
+
+def _row(rollout: Rollout, sample_id: int) -> dict[str, Tensor]:
+    prompt, completion = rollout.prompt_ids, rollout.completion
+    return {
+        "input_ids": torch.tensor([*prompt, *completion.token_ids], dtype=torch.int64),
+        "response_mask": torch.tensor([False] * len(prompt) + [True] * len(completion.token_ids)),
+        "rollout_log_probs": torch.tensor([0.0] * len(prompt) + list(completion.log_probs), dtype=torch.float32),
+        "reward": torch.tensor(rollout.reward, dtype=torch.float64),
+        "component_rewards": torch.tensor(rollout.components, dtype=torch.float64),
+        "baseline_reward": torch.tensor(rollout.baseline, dtype=torch.float64),
+        "truncated": torch.tensor(completion.finish_reason == "length"),
+        SAMPLE_ID: torch.tensor(sample_id, dtype=torch.int64),
+    }
