@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 def build_policy(
     *,
-    vocab_size: int = 15,
+    vocab_size: int = 20,
     hidden_size: int = 64,
     num_layers: int = 3,
     num_heads: int = 2,
