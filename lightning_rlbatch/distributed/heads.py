@@ -1,6 +1,5 @@
 """Split attention heads over the ranks of a sequence-parallel group, evenly or not."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -64,14 +63,14 @@ class HeadPlan:
         group, heads = self.num_heads // self.num_kv_heads, self.query_heads(sp_rank)
         return range(heads[0] // group, heads[-1] // group + 1)
 
-    def kv_index(self, sp_rank: int) -> Sequence[int] | None:
-        """Say which of the rank's key/value heads each of its query heads uses.
+    def kv_repeats(self, sp_rank: int) -> list[int] | None:
+        """Say how many of the rank's query heads use each of its key/value heads.
 
         Returns:
-            One local index per query head, or None where head h uses ``h // (query heads / key/value heads)``, which attention
-            kernels do by themselves.
+            One count per local key/value head, or None where all counts are equal, which attention kernels handle by themselves.
         """
-        group, kv = self.num_heads // self.num_kv_heads, self.kv_heads(sp_rank)
-        index = [head // group - kv[0] for head in self.query_heads(sp_rank)]
-        per_kv = len(index) / len(kv)
-        return None if index == [int(head // per_kv) for head in range(len(index))] and per_kv.is_integer() else index
+        group, heads = self.num_heads // self.num_kv_heads, self.query_heads(sp_rank)
+        counts = [0] * len(self.kv_heads(sp_rank))
+        for head in heads:
+            counts[head // group - heads[0] // group] += 1
+        return None if len(set(counts)) == 1 else counts

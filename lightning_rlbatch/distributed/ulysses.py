@@ -141,10 +141,12 @@ def scatter_heads(query: Tensor, key: Tensor, value: Tensor, plan: HeadPlan, gro
     tokens, ranks = query.shape[0], range(plan.sp_size)
     query_sizes = [len(plan.query_heads(rank)) for rank in ranks]
     kv_sizes = [len(plan.kv_heads(rank)) for rank in ranks]
-    if sum(kv_sizes) != plan.num_kv_heads:  # some travel to several ranks: the backward of index_select sums over them
-        order = torch.tensor([head for rank in ranks for head in plan.kv_heads(rank)], device=key.device)
-        key, value = key.index_select(1, order), value.index_select(1, order)
-    pieces = zip(torch.split(query, query_sizes, 1), torch.split(key, kv_sizes, 1), torch.split(value, kv_sizes, 1))
+    if sum(kv_sizes) == plan.num_kv_heads:
+        keys, values = torch.split(key, kv_sizes, 1), torch.split(value, kv_sizes, 1)
+    else:  # some travel to several ranks: the gradients of overlapping slices add up
+        bounds = [plan.kv_heads(rank) for rank in ranks]
+        keys, values = (tuple(x[:, kv.start : kv.stop] for kv in bounds) for x in (key, value))
+    pieces = zip(torch.split(query, query_sizes, 1), keys, values)
     packed = [torch.cat([x.flatten(1) for x in piece], 1) for piece in pieces]  # per destination [t, width]
     own = dist.get_rank(group)
     width = packed[own].shape[1]
@@ -222,10 +224,9 @@ def ulysses_attention(
     plan = HeadPlan.build(query.shape[1], key.shape[1], size)
     rank = dist.get_rank(group)
     q, k, v = scatter_heads(query, key, value, plan, group)
-    index = plan.kv_index(rank)
-    if index is not None:
-        kv_of_query = torch.tensor(index, device=k.device)
-        k, v = k.index_select(1, kv_of_query), v.index_select(1, kv_of_query)
+    repeats = plan.kv_repeats(rank)
+    if repeats is not None:  # no kernel knows such a grouping: give each query head its own copy, whose gradients add up
+        k, v = (torch.cat([head.expand(-1, n, -1) for head, n in zip(torch.split(x, 1, 1), repeats)], 1) for x in (k, v))
     if sinks is not None:
         sinks = sinks[plan.query_bounds[rank] : plan.query_bounds[rank + 1]]
     out = attention(q, k, v, seq_lens, cu_seqlens=cu_seqlens, sinks=sinks, **options)

@@ -20,12 +20,10 @@ def test_every_query_head_has_one_owner_and_finds_its_own_kv_head():
             counts = [len(plan.query_heads(rank)) for rank in range(sp_size)]
             assert max(counts) - min(counts) <= 1
             for rank in range(sp_size):
-                index, kv = plan.kv_index(rank), plan.kv_heads(rank)
-                local = len(plan.query_heads(rank))
-                if index is None:  # what an attention kernel assumes
-                    assert local % len(kv) == 0
-                    index = [head // (local // len(kv)) for head in range(local)]
-                assert [kv[i] for i in index] == [head // (heads // kv_heads) for head in plan.query_heads(rank)]
+                kv, local = plan.kv_heads(rank), len(plan.query_heads(rank))
+                repeats = plan.kv_repeats(rank) or [local // len(kv)] * len(kv)  # None: what an attention kernel does by itself
+                used = [head for head, count in zip(kv, repeats) for _ in range(count)]
+                assert used == [head // (heads // kv_heads) for head in plan.query_heads(rank)]
 
 
 def test_kv_heads_travel_only_where_they_are_needed():

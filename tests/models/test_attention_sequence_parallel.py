@@ -157,3 +157,21 @@ def test_activation_memory_of_a_rank_falls_with_the_number_of_ranks(family):
     for size in (2, 4):
         for used in run_distributed(work, size):
             assert used <= 1.1 / size * whole, f"{used} bytes on each of {size} ranks, {whole} on one"
+
+
+@pytest.mark.parametrize(("checkpointing", "backward_calls"), [(False, 4), (True, 8)])
+def test_a_model_of_two_layers_issues_four_all_to_alls_forward_and_four_backward(monkeypatch, checkpointing, backward_calls):
+    def work(rank, size):
+        calls, real = [], dist.all_to_all_single
+        monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs)))
+        model = tiny_model("llama")
+        if checkpointing:
+            model.train()
+            checkpoint_layers(model)
+        with attach_packed_attention(model, sp_group=dist.group.WORLD, probe=False):
+            hidden = model.base_model(**packed_model_kwargs(make_batch([5, 1, 7]), sp_group=dist.group.WORLD))[0]
+            forward = len(calls)
+            hidden.sum().backward()
+        return forward, len(calls) - forward
+
+    assert run_distributed(work, 2) == [(4, backward_calls)] * 2
