@@ -20,6 +20,8 @@ class BatchingOptions:
         micro_batch_size: Samples of a micro-batch of the update (static); exactly one of the two is set.
         log_prob_max_tokens_per_rank: Budget of forward-only passes; None takes ``max_tokens_per_rank``.
         log_prob_micro_batch_size: Samples per micro-batch of forward-only passes; None takes ``micro_batch_size``.
+        critic_max_tokens_per_rank: Budget of the critic's passes; None takes the policy's. Needs a critic with a trunk of its own.
+        critic_micro_batch_size: Samples per micro-batch of the critic; None takes the policy's.
         balance: False keeps samples in contiguous blocks, one per rank.
         equal_size: Numbers of samples per rank differ by at most one.
         planner: ``"global"``, or ``"per_rank"``, the two-layer baseline.
@@ -33,6 +35,8 @@ class BatchingOptions:
     micro_batch_size: int | None = None
     log_prob_max_tokens_per_rank: int | None = None
     log_prob_micro_batch_size: int | None = None
+    critic_max_tokens_per_rank: int | None = None
+    critic_micro_batch_size: int | None = None
     balance: bool = True
     equal_size: bool = False
     planner: Literal["global", "per_rank"] = "global"
@@ -52,14 +56,16 @@ class BatchingOptions:
                 f" {self.micro_batch_size}. Set max_tokens_per_rank for micro-batches of bounded tokens (recommended), or"
                 " micro_batch_size for a fixed number of samples."
             )
-        for name in ("max_tokens_per_rank", "micro_batch_size", "log_prob_max_tokens_per_rank", "log_prob_micro_batch_size"):
+        dynamic = ("max_tokens_per_rank", "log_prob_max_tokens_per_rank", "critic_max_tokens_per_rank")
+        static = ("micro_batch_size", "log_prob_micro_batch_size", "critic_micro_batch_size")
+        for name in (*dynamic, *static):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"Expected {name} to be at least 1 but got {value}.")
-        if self.max_tokens_per_rank is not None and self.log_prob_micro_batch_size is not None:
-            raise ValueError("log_prob_micro_batch_size has no effect with max_tokens_per_rank: set log_prob_max_tokens_per_rank instead.")
-        if self.micro_batch_size is not None and self.log_prob_max_tokens_per_rank is not None:
-            raise ValueError("log_prob_max_tokens_per_rank has no effect with micro_batch_size: set log_prob_micro_batch_size instead.")
+        for refused, instead in zip(*((static, dynamic) if self.micro_batch_size is None else (dynamic, static))):
+            if getattr(self, refused) is not None:
+                mode = "max_tokens_per_rank" if self.micro_batch_size is None else "micro_batch_size"
+                raise ValueError(f"{refused} has no effect with {mode}: set {instead} instead, or remove it.")
         if self.planner == "per_rank" and not self.balance:
             raise ValueError("planner='per_rank' balances samples over ranks, but balance is false. Drop one of them.")
 
@@ -84,19 +90,27 @@ class BatchingOptions:
             padded=self.padded,
         )
 
-    def plan_scoring(self, lengths: Sequence[int], samples_per_rank: list[list[int]], meshes: Meshes) -> BatchPlan:
-        """Cut samples that already lie on their ranks for a forward-only pass.
+    @property
+    def cuts_critic(self) -> bool:
+        """Whether the critic has a budget of its own."""
+        return self.critic_max_tokens_per_rank is not None or self.critic_micro_batch_size is not None
+
+    def recut(
+        self, lengths: Sequence[int], samples_per_rank: list[list[int]], meshes: Meshes, *, role: Literal["log_prob", "critic"]
+    ) -> BatchPlan:
+        """Cut samples that already lie on their ranks, under the budget of another pass.
 
         Args:
             lengths: Tokens of all samples.
             samples_per_rank: Samples that each data-parallel rank holds.
             meshes: Sizes of the mesh.
+            role: Whose budget.
         """
         return recut(
             lengths,
             samples_per_rank,
-            max_tokens_per_rank=self.log_prob_max_tokens_per_rank or self.max_tokens_per_rank,
-            micro_batch_size=self.log_prob_micro_batch_size or self.micro_batch_size,
+            max_tokens_per_rank=getattr(self, f"{role}_max_tokens_per_rank") or self.max_tokens_per_rank,
+            micro_batch_size=getattr(self, f"{role}_micro_batch_size") or self.micro_batch_size,
             sp_size=meshes.sp_size,
             coefficient=self.coefficient,
             oversize=self.oversize,

@@ -16,15 +16,22 @@ class MiniBatch:
     Args:
         micro_batches: In the order in which they run. A filler is a micro-batch without a response token.
         plan: Which sample of the whole mini-batch runs where; the same on every rank. Its numbers are logged with the step.
+        critic_micro_batches: The same samples cut for a critic with a budget of its own; None: the critic takes ``micro_batches``.
     """
 
-    __slots__ = ("micro_batches", "plan")
+    __slots__ = ("critic_micro_batches", "micro_batches", "plan")
 
-    def __init__(self, micro_batches: Sequence[PackedBatch], plan: BatchPlan | None = None) -> None:
+    def __init__(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        plan: BatchPlan | None = None,
+        critic_micro_batches: Sequence[PackedBatch] | None = None,
+    ) -> None:
         if not micro_batches:
             raise ValueError("A mini-batch needs at least one micro-batch (a filler, if this rank has no samples).")
         self.micro_batches = list(micro_batches)
         self.plan = plan
+        self.critic_micro_batches = None if critic_micro_batches is None else list(critic_micro_batches)
 
     @classmethod
     def cut(
@@ -55,7 +62,12 @@ class MiniBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MiniBatch":
         """Return a copy on another device."""
-        return MiniBatch([micro.to(device, non_blocking=non_blocking) for micro in self.micro_batches], self.plan)
+
+        def moved(micro_batches: list[PackedBatch]) -> list[PackedBatch]:
+            return [micro.to(device, non_blocking=non_blocking) for micro in micro_batches]
+
+        critic = None if self.critic_micro_batches is None else moved(self.critic_micro_batches)
+        return MiniBatch(moved(self.micro_batches), self.plan, critic)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -67,6 +68,8 @@ class RolloutDataModule(pl.LightningDataModule):
         micro_batch_size: See :class:`BatchingOptions`.
         log_prob_max_tokens_per_rank: See :class:`BatchingOptions`.
         log_prob_micro_batch_size: See :class:`BatchingOptions`.
+        critic_max_tokens_per_rank: See :class:`BatchingOptions`.
+        critic_micro_batch_size: See :class:`BatchingOptions`.
         balance: See :class:`BatchingOptions`.
         equal_size: See :class:`BatchingOptions`.
         planner: See :class:`BatchingOptions`.
@@ -96,6 +99,8 @@ class RolloutDataModule(pl.LightningDataModule):
         micro_batch_size: int | None = None,
         log_prob_max_tokens_per_rank: int | None = None,
         log_prob_micro_batch_size: int | None = None,
+        critic_max_tokens_per_rank: int | None = None,
+        critic_micro_batch_size: int | None = None,
         balance: bool = True,
         equal_size: bool = False,
         planner: Literal["global", "per_rank"] = "global",
@@ -130,6 +135,8 @@ class RolloutDataModule(pl.LightningDataModule):
             micro_batch_size=micro_batch_size,
             log_prob_max_tokens_per_rank=log_prob_max_tokens_per_rank,
             log_prob_micro_batch_size=log_prob_micro_batch_size,
+            critic_max_tokens_per_rank=critic_max_tokens_per_rank,
+            critic_micro_batch_size=critic_micro_batch_size,
             balance=balance,
             equal_size=equal_size,
             planner=planner,
@@ -165,7 +172,7 @@ class RolloutDataModule(pl.LightningDataModule):
         strategy = self.trainer.strategy if self.trainer is not None else None
         sp_size = getattr(strategy, "sequence_parallel_size", 1)
         longest = self.max_prompt_length + self.max_response_length
-        for name in ("max_tokens_per_rank", "log_prob_max_tokens_per_rank"):
+        for name in ("max_tokens_per_rank", "log_prob_max_tokens_per_rank", "critic_max_tokens_per_rank"):
             budget = getattr(self.options, name)
             if budget is not None and self.options.oversize == "error" and budget * sp_size < longest:
                 raise ValueError(
@@ -226,6 +233,13 @@ class RolloutDataModule(pl.LightningDataModule):
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not isinstance(module, CollectsRollouts):
             raise TypeError(f"RolloutDataModule needs a module with collect_rollouts, such as PPOModule, but got {type(module).__name__}.")
+        if self.options.cuts_critic and getattr(module, "critic_source", None) in (None, "shared"):
+            raise ValueError(
+                "critic_max_tokens_per_rank and critic_micro_batch_size need a critic with a trunk of its own, but the module's critic is"
+                f" {getattr(module, 'critic_source', None)!r}. Set critic, or remove the option."
+            )
+        if self.options.cuts_critic and isinstance(self.trainer.strategy, DDPStrategy):
+            raise ValueError("DDP reduces policy and critic together, so they need the same micro-batches. Use strategy='rlbatch_fsdp'.")
         return RolloutLoader(self, module, dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True)))
 
     @override

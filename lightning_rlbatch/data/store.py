@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -124,11 +125,14 @@ class RolloutStore:
         """Add or replace fields of this rank's samples."""
         self.samples = self.samples.with_fields(per_token=per_token or {}, per_sample=per_sample or {})
 
-    def score(self, forward: Callable[[PackedBatch], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def score(
+        self, forward: Callable[[PackedBatch], dict[str, Tensor]], *, role: Literal["log_prob", "critic"] = "log_prob"
+    ) -> dict[str, Tensor]:
         """Run a forward-only pass over this rank's samples, with as many micro-batches as every other rank.
 
         Args:
             forward: Returns ``[T]`` tensors by name for a micro-batch; called on fillers too.
+            role: Whose token budget.
 
         Returns:
             ``[T]`` tensors in the order of ``samples``.
@@ -137,7 +141,7 @@ class RolloutStore:
         known = [index for index, holder in enumerate(self._holder) if holder >= 0]
         for position, index in enumerate(known):
             per_rank[self._holder[index]].append(position)
-        plan = self._options.plan_scoring([self.table.lengths[index] for index in known], per_rank, self._meshes)
+        plan = self._options.recut([self.table.lengths[index] for index in known], per_rank, self._meshes, role=role)
         local = {position: rank for rank, position in enumerate(per_rank[self._meshes.dp_rank])}
         micro_batches = [[local[position] for position in bucket] for bucket in plan.assignment[self._meshes.dp_rank]]
         batch = MiniBatch.cut(self.samples, micro_batches, sp_size=self._meshes.sp_size)
@@ -164,7 +168,13 @@ class RolloutStore:
         self._move(ids, plan)
         place = {index: position for position, index in enumerate(self.sample_ids)}
         micro_batches = [[place[ids[position]] for position in bucket] for bucket in plan.assignment[self._meshes.dp_rank]]
-        return MiniBatch.cut(self.samples, micro_batches, sp_size=self._meshes.sp_size, plan=plan)
+        batch = MiniBatch.cut(self.samples, micro_batches, sp_size=self._meshes.sp_size, plan=plan)
+        if self._options.cuts_critic:
+            lengths = [self.table.lengths[index] for index in ids]
+            recut = self._options.recut(lengths, plan.samples_per_rank, self._meshes, role="critic")
+            positions = [[place[ids[position]] for position in bucket] for bucket in recut.assignment[self._meshes.dp_rank]]
+            batch.critic_micro_batches = MiniBatch.cut(self.samples, positions, sp_size=self._meshes.sp_size).micro_batches
+        return batch
 
     def _move(self, ids: Sequence[int], plan: BatchPlan) -> None:
         before = list(self._holder)

@@ -48,6 +48,9 @@ class MicroBatchOutput:
     sums: dict[str, tuple[Tensor | float, Tensor | float]] = dataclasses.field(default_factory=dict)
 
 
+MicroBatchStep = Callable[[PackedBatch, Denominators], MicroBatchOutput]
+
+
 class RLBatchModule(pl.LightningModule):
     """Run the micro-batches of a mini-batch, then one optimizer step: one Lightning batch = one ``global_step``.
 
@@ -99,14 +102,16 @@ class RLBatchModule(pl.LightningModule):
             denominators: Counts of the whole mini-batch over all data-parallel ranks.
         """
 
-    def prepare_micro_batches(self, batch: MiniBatch, denominators: Denominators) -> list[PackedBatch]:
-        """Return the micro-batches to train on; override to add fields that depend on the whole mini-batch.
+    def backward_passes(self, batch: MiniBatch, denominators: Denominators) -> list[tuple[list[PackedBatch], MicroBatchStep]]:
+        """Return the passes of one optimizer step: micro-batches, and what computes their loss; one pass by default.
+
+        Gradients are synchronised after the last micro-batch of each pass. Passes that train different models may be cut differently.
 
         Args:
             batch: This rank's part.
             denominators: Counts of the whole mini-batch.
         """
-        return batch.micro_batches
+        return [(batch.micro_batches, self.micro_batch_step)]
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups, each with a ``name``: the role whose gradient norm is clipped and logged."""
@@ -155,13 +160,13 @@ class RLBatchModule(pl.LightningModule):
         denominators = self.count(batch)
         scale = gradient_scale(self.meshes, averages_over(self.trainer))
         sums: dict[str, Tensor | float] = {}
-        micro_batches = self.prepare_micro_batches(batch, denominators)
-        last = len(micro_batches) - 1
-        for index, micro_batch in enumerate(micro_batches):
-            with nullcontext() if index == last else self._deferred_gradient_sync():
-                output = self.micro_batch_step(micro_batch, denominators)
-                self.manual_backward(output.loss * scale)
-            accumulate(sums, {"train/loss": (output.loss.detach(), 0.0), **output.sums})
+        for micro_batches, step in self.backward_passes(batch, denominators):
+            last = len(micro_batches) - 1
+            for index, micro_batch in enumerate(micro_batches):
+                with nullcontext() if index == last else self._deferred_gradient_sync():
+                    output = step(micro_batch, denominators)
+                    self.manual_backward(output.loss * scale)
+                accumulate(sums, {"train/loss": (output.loss.detach(), 0.0), **output.sums})
         self._empty_step = bool(denominators.num_tokens == 0)
         self._optimizer_step()
         self._log_step(sums, batch, denominators)

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ class RolloutCollector:
                 store.to(module.device)
             with self._timed("scoring"):
                 for name, forward in module.scoring_passes().items():
-                    store.update(per_token=store.score(_named(name, forward)))
+                    role: Literal["critic", "log_prob"] = "critic" if name == "values" and module.critic is not None else "log_prob"
+                    store.update(per_token=store.score(_named(name, forward), role=role))
             prepared = RolloutPreparation(module, store).run()
         return store, self._metrics(table, rollouts) | prepared
 

@@ -1,7 +1,7 @@
 """RL post-training of a language model: collect rollouts, then update on planned mini-batches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -22,7 +22,14 @@ from lightning_rlbatch.functional.losses_covariance import token_keys
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.value import value_loss
 from lightning_rlbatch.models.scorer import TokenScorer
-from lightning_rlbatch.modules.base import LRSchedulerFactory, MicroBatchOutput, OptimizerFactory, RLBatchModule, default_optimizer
+from lightning_rlbatch.modules.base import (
+    LRSchedulerFactory,
+    MicroBatchOutput,
+    MicroBatchStep,
+    OptimizerFactory,
+    RLBatchModule,
+    default_optimizer,
+)
 from lightning_rlbatch.modules.collection import RolloutCollector, evaluate_prompts, reward_metrics, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, load_model
@@ -166,7 +173,8 @@ class PPOModule(RLBatchModule):
         self.policy = self._scorer(model, value_head=self.critic_source == "shared")
         self.critic = None
         if self.critic_source is not None and self.critic_source != "shared":
-            critic = load_model(self.critic_source).base_model  # values need no LM head, and an unused one has no gradient
+            # Values need no LM head, and an unused one would have no gradient.
+            critic = cast(PreTrainedModel, load_model(self.critic_source).base_model)
             disable_dropout(critic)
             self.critic = self._scorer(critic, value_head=True)
 
@@ -305,8 +313,13 @@ class PPOModule(RLBatchModule):
             self._collection_metrics = {}
 
     @override
-    def prepare_micro_batches(self, batch: MiniBatch, denominators: Denominators) -> list[PackedBatch]:
-        micro_batches = batch.micro_batches
+    def backward_passes(self, batch: MiniBatch, denominators: Denominators) -> list[tuple[list[PackedBatch], MicroBatchStep]]:
+        micro_batches = self._with_selection(batch.micro_batches, denominators)
+        if batch.critic_micro_batches is None:
+            return [(micro_batches, self.micro_batch_step)]
+        return [(micro_batches, self.policy_step), (batch.critic_micro_batches, self.critic_step)]
+
+    def _with_selection(self, micro_batches: list[PackedBatch], denominators: Denominators) -> list[PackedBatch]:
         if not self.policy_loss.needs_selection:
             return micro_batches
         # The choice of tokens looks at the whole mini-batch under the current weights, whatever the cut.
@@ -328,18 +341,44 @@ class PPOModule(RLBatchModule):
 
     @override
     def micro_batch_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
-        mask, cu_seqlens = self.score_mask(micro_batch), micro_batch.cu_seqlens
+        policy = self.policy_step(micro_batch, denominators)
+        if self.critic is None:
+            return policy
+        critic = self.critic_step(micro_batch, denominators)
+        return MicroBatchOutput(policy.loss + critic.loss, policy.sums | critic.sums)
+
+    def policy_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
+        """Return the policy's loss on one micro-batch, with the value loss of a shared trunk."""
         shared = self.has_values and self.critic is None
         scores = self.policy(micro_batch, temperature=self.temperature, with_entropy=True, with_values=shared)
         terms, metrics = self.policy_terms(micro_batch, scores.log_probs, scores.entropy)
-        loss = aggregate(terms, mask, cu_seqlens, self.loss_aggregation, denominators)
-        if self.has_values:
-            values = scores.values if self.critic is None else self.critic(micro_batch, with_log_probs=False, with_values=True).values
-            value = value_loss(values, micro_batch["values"], micro_batch["returns"], mask, clip=self.value_clip)
-            loss = loss + self.value_coefficient * aggregate(value.terms, mask, cu_seqlens, self.loss_aggregation, denominators)
-            metrics |= {"value/loss": value.terms, "value/mean": values} | {f"value/{name}": term for name, term in value.metrics.items()}
+        if shared:
+            value_terms, value_metrics = self.value_terms(micro_batch, scores.values)
+            terms, metrics = terms + value_terms, metrics | value_metrics
+        return self._output(micro_batch, terms, metrics, denominators)
+
+    def critic_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
+        """Return the loss of a critic with a trunk of its own on one micro-batch."""
+        assert self.critic is not None
+        values = self.critic(micro_batch, with_log_probs=False, with_values=True).values
+        return self._output(micro_batch, *self.value_terms(micro_batch, values), denominators)
+
+    def _output(self, micro_batch: PackedBatch, terms: Tensor, metrics: dict[str, Tensor], denominators: Denominators) -> MicroBatchOutput:
+        mask = self.score_mask(micro_batch)
+        loss = aggregate(terms, mask, micro_batch.cu_seqlens, self.loss_aggregation, denominators)
         num_tokens = mask.sum()
         return MicroBatchOutput(loss, {name: (torch.where(mask, term.detach(), 0).sum(), num_tokens) for name, term in metrics.items()})
+
+    def value_terms(self, micro_batch: PackedBatch, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted per-token terms of the value loss, and per-token metrics.
+
+        Args:
+            micro_batch: Samples with ``values`` (old ones) and ``returns``.
+            values: ``[T]``, differentiable.
+        """
+        result = value_loss(values, micro_batch["values"], micro_batch["returns"], self.score_mask(micro_batch), clip=self.value_clip)
+        metrics = {"value/loss": result.terms, "value/mean": values} | {f"value/{name}": term for name, term in result.metrics.items()}
+        return self.value_coefficient * result.terms, metrics
 
     def policy_terms(self, micro_batch: PackedBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the policy's per-token loss terms, and per-token metrics to average over all response tokens.

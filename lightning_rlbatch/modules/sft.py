@@ -75,7 +75,7 @@ class SFTModule(RLBatchModule):
         self._validation_sums = {}
 
     @override
-    def validation_step(self, batch: MiniBatch, batch_idx: int) -> None:  # type: ignore[override]
+    def validation_step(self, batch: MiniBatch, batch_idx: int) -> None:
         for micro_batch in batch.micro_batches:
             mask, cu_seqlens = self.score_mask(micro_batch), micro_batch.cu_seqlens
             counts = Denominators.local(mask, cu_seqlens)
