@@ -12,7 +12,7 @@ Invariants (checked where a batch is made):
 4. Lengths are known on the host from construction on: no later call waits for a device.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
@@ -78,13 +78,10 @@ class PackedBatch:
             cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
             torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=cu_seqlens[1:])
             cu_seqlens = cu_seqlens.to(per_token["input_ids"].device)
-        for name, value in (
-            ("_cu_seqlens", cu_seqlens),
-            ("_seq_lens", lengths),
-            ("_per_token", MappingProxyType(per_token)),
-            ("_per_sample", MappingProxyType(per_sample)),
-        ):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_cu_seqlens", cu_seqlens)
+        object.__setattr__(self, "_seq_lens", lengths)
+        object.__setattr__(self, "_per_token", MappingProxyType(per_token))
+        object.__setattr__(self, "_per_sample", MappingProxyType(per_sample))
 
     @classmethod
     def _trusted(
@@ -94,8 +91,6 @@ class PackedBatch:
         batch = cls.__new__(cls)
         batch._fill(lengths, per_token, per_sample, cu_seqlens)
         return batch
-
-    # -- making one ---------------------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_samples(cls, samples: Sequence[Mapping[str, Any]], *, per_sample: Collection[str] = ()) -> "PackedBatch":
@@ -193,8 +188,6 @@ class PackedBatch:
             {name: torch.cat([batch._per_sample[name] for batch in batches]) for name in batches[0]._per_sample},
         )
 
-    # -- reading it ---------------------------------------------------------------------------------------------------------------
-
     @property
     def cu_seqlens(self) -> Tensor:
         """Boundaries, int32 ``[N + 1]``, on the batch's device."""
@@ -276,8 +269,6 @@ class PackedBatch:
             raise KeyError(f"No per-token field {name!r}. Per token: {sorted(self._per_token)}.")
         return torch.split(self._per_token[name], list(self._seq_lens)) if self._seq_lens else ()
 
-    # -- deriving others ----------------------------------------------------------------------------------------------------------
-
     def to_padded(self, pad_id: int, padding_side: Literal["left", "right"] = "right") -> dict[str, Tensor]:
         """Return rectangular tensors as wide as the longest sample; :meth:`from_padded` is the inverse.
 
@@ -354,17 +345,16 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedBatch":
         """Return the batch on another device (dtypes never change)."""
-        per_token = {name: value.to(device, non_blocking=non_blocking) for name, value in self._per_token.items()}
-        per_sample = {name: value.to(device, non_blocking=non_blocking) for name, value in self._per_sample.items()}
-        return self._trusted(self._seq_lens, per_token, per_sample, self._cu_seqlens.to(device, non_blocking=non_blocking))
+        return self._map(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "PackedBatch":
         """Return the batch in page-locked memory; a DataLoader with ``pin_memory=True`` calls this."""
-        per_token = {name: value.pin_memory() for name, value in self._per_token.items()}
-        per_sample = {name: value.pin_memory() for name, value in self._per_sample.items()}
-        return self._trusted(self._seq_lens, per_token, per_sample, self._cu_seqlens.pin_memory())
+        return self._map(Tensor.pin_memory)
 
-    # -- manners of an immutable object -------------------------------------------------------------------------------------------
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":
+        per_token = {name: function(value) for name, value in self._per_token.items()}
+        per_sample = {name: function(value) for name, value in self._per_sample.items()}
+        return self._trusted(self._seq_lens, per_token, per_sample, function(self._cu_seqlens))
 
     def _repeat(self, per_sample: Tensor) -> Tensor:
         # output_size spares the device a read-back of the total.

@@ -15,6 +15,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -52,6 +53,7 @@ class ForwardRecord:
                 f"{self.handle.sp_size} sequence-parallel ranks. Build the call with packed_model_kwargs(batch, sp_group=...)."
             )
         self.layers.add(id(module))
+        query, key, value = _autocast(query, key, value)
         return ulysses_attention(
             query,
             key,
@@ -140,7 +142,7 @@ class PackedAttention:
         if len(record.layers) != self.num_layers:
             raise RuntimeError(
                 f"Only {len(record.layers)} of {self.num_layers} layers of {type(module).__name__} ran packed attention; the others would "
-                "mix samples. This model cannot be used with packed attention."
+                "mix samples. Either the model's attention was set again after attaching, or packed attention cannot be used with it."
             )
         self.num_forwards += 1
 
@@ -199,6 +201,15 @@ def attach_packed_attention(
             handle.num_forwards = 0
         undo.pop_all()
     return handle
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as autocast does for scaled_dot_product_attention: normed queries and keys are fp32 beside values that are not."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _owner(hook: Any) -> PackedAttention | None:

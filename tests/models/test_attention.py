@@ -317,3 +317,13 @@ def test_an_empty_batch_cannot_be_run():
     batch = make_batch()
     with pytest.raises(ValueError, match=r"PackedBatch\.filler"):
         packed_model_kwargs(PackedBatch.empty(batch.schema))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_under_autocast_packed_samples_equal_the_same_samples_alone(family):
+    model, batch = tiny_model(family), make_batch()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = alone(model, batch)
+        with attach_packed_attention(model):
+            logits = model(**packed_model_kwargs(batch)).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))

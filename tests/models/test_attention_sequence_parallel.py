@@ -7,7 +7,7 @@ from parity_step import Case, Step, make_batch, relative_errors, sp_groups, toke
 from tiny_models import FAMILIES, checkpoint_layers, tiny_model
 from torch.distributed.fsdp import fully_shard
 
-from lightning_rlbatch.distributed.ulysses import shard_sequence
+from lightning_rlbatch.distributed.ulysses import gather_sequence, shard_sequence
 from lightning_rlbatch.models.attention import attach_packed_attention
 from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
 from lightning_rlbatch.testing import run_distributed
@@ -175,3 +175,17 @@ def test_a_model_of_two_layers_issues_four_all_to_alls_forward_and_four_backward
         return forward, len(calls) - forward
 
     assert run_distributed(work, 2) == [(4, backward_calls)] * 2
+
+
+def test_under_autocast_the_ranks_exchange_one_dtype_and_agree_with_one_rank():
+    model, batch = tiny_model("qwen3"), make_batch([5, 1, 7])  # normed queries and keys are fp32 there, values bf16
+
+    def work(rank, size):
+        group = dist.group.WORLD if size > 1 else None
+        with torch.autocast("cpu", torch.bfloat16), attach_packed_attention(model, sp_group=group):
+            hidden = model.base_model(**packed_model_kwargs(batch, sp_group=group))[0][0]
+        return gather_sequence(hidden, group, 13).detach()
+
+    expected = run_distributed(work, 1)[0]
+    for hidden in run_distributed(work, 2):
+        assert float((hidden - expected).abs().max()) < 2e-2 * float(expected.abs().max())
