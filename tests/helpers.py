@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_rlbatch.data.batching import BatchingOptions
@@ -21,7 +22,10 @@ from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompts import contiguous_share
 from lightning_rlbatch.data.store import SAMPLE_ID, RolloutStore, gather_table
 from lightning_rlbatch.distributed.mesh import Meshes
+from lightning_rlbatch.functional.aggregation import Denominators, aggregate
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.modules import MicroBatchOutput, PPOModule, RLBatchModule
+from lightning_rlbatch.rollout.engine import Completion, RolloutRequest, SamplingParams
 
 VOCAB = 50
 EOS = 2
@@ -82,7 +86,7 @@ def length_reward(prompts: Sequence[str], completions: Sequence[str]) -> list[fl
     return [float(len(completion)) for completion in completions]
 
 
-# -- what a run did ------------------------------------------------------------------------------------------------------------
+# -- what a run did ----------------------------------------------------------------------------------------------------------------
 
 
 class RecordingLogger(Logger):
@@ -269,3 +273,113 @@ def relative_difference(actual: dict[str, Any], expected: dict[str, Any]) -> flo
         float((value - reference).abs().max()) / max(float(reference.abs().max()), floor) if value.isfinite().all() else float("inf")
         for value, reference in pairs.values()
     )
+
+
+# -- modules whose numbers can be worked out by hand -------------------------------------------------------------------------------
+
+
+class Scale(torch.nn.Module):
+    """One weight, 1 at first: its gradient is the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.weight * values
+
+
+class ConstantLossModule(RLBatchModule):
+    """The loss of a token is its ``constant`` times the weight: losses, gradients and metrics are sums of the constants."""
+
+    def __init__(self, loss_aggregation: str = "token-mean", **kwargs: Any) -> None:
+        super().__init__(**{"optimizer": frozen_sgd, "max_grad_norm": None, **kwargs})
+        self.loss_aggregation = loss_aggregation
+        self.seen: list[list[int]] = []
+        self.num_micro_batches = 0
+
+    def build_models(self) -> None:
+        self.model = Scale()
+
+    def training_step(self, batch: MiniBatch, batch_idx: int) -> None:
+        self.seen.append([])
+        super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Only here because Lightning warns about data modules with a ``val_dataloader`` otherwise."""
+
+    def micro_batch_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
+        self.num_micro_batches += 1
+        mask = self.score_mask(micro_batch)
+        if SAMPLE_ID in micro_batch:
+            self.seen[-1] += [
+                index for index, used in zip(micro_batch[SAMPLE_ID].tolist(), micro_batch.split_per_sample("response_mask")) if used.any()
+            ]
+        terms = self.model(micro_batch["constant"])
+        loss = aggregate(terms, mask, micro_batch.cu_seqlens, self.loss_aggregation, denominators)
+        return MicroBatchOutput(loss, {"mine": (torch.where(mask, micro_batch["constant"], 0).sum(), mask.sum())})
+
+
+def constant_sample(num_responses: int, constant: float, sample_id: int = 0) -> dict[str, Any]:
+    """Return a sample of one prompt token and some response tokens that share one constant."""
+    length = 1 + num_responses
+    mask = [False] + [True] * num_responses
+    return {"input_ids": [3] * length, "response_mask": mask, "constant": torch.full((length,), constant), SAMPLE_ID: sample_id}
+
+
+# -- rollouts made by hand ---------------------------------------------------------------------------------------------------------
+
+
+class ScriptedEngine:
+    """A rollout engine without a model: the response to a prompt has as many tokens as the prompt's first token says."""
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingParams, on_progress: Any = None) -> list[Completion]:
+        completions = []
+        for request in requests:
+            length = min(request.prompt_ids[0] - 2, sampling.max_new_tokens)
+            tokens = [3 + (request.seed + place) % (VOCAB - 3) for place in range(length)]
+            completions.append(Completion(tokens, [-1.0] * length, "stop"))
+        return completions
+
+    def update_weights(self, weights: Any) -> None:
+        for _ in weights:
+            pass
+
+    def sleep(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+
+class ScriptedPPO(PPOModule):
+    """PPO whose responses have known lengths: prompt 'a' is answered by 1 token, 'b' by 2, ..."""
+
+    def build_engine(self, model: Any) -> ScriptedEngine:
+        return ScriptedEngine()
+
+
+def prompts(text: str) -> list[dict[str, str]]:
+    """Return one prompt row per letter."""
+    return [{"prompt": letter} for letter in text]
+
+
+def varied_reward(prompts: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> list[float]:
+    """Return a reward that differs between rollouts of a prompt."""
+    return [float(sum(tokens) % 7) for tokens in completion_ids]
+
+
+# -- what ranks say to each other --------------------------------------------------------------------------------------------------
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """Keeps the names of all collectives that this rank calls, FSDP2's own included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.calls.append(func.name())
+        return func(*args, **(kwargs or {}))
