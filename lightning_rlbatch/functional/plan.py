@@ -11,7 +11,7 @@ from lightning_rlbatch.functional.workload import IntArray
 class BatchPlan:
     """Assignment of the samples of one mini-batch to a grid of ranks and micro-steps.
 
-    Invariants, checked by `check`: every sample appears exactly once; every rank has the same number of micro-steps; no
+    Invariants (`check` verifies those that need a search): every sample appears exactly once; every rank has the same number of micro-steps; no
     micro-batch exceeds the budget, except one that holds a single oversize sample or group under ``oversize="isolate"``.
 
     A plan is immutable by convention and plain (no dataclass), so that Lightning passes it through unchanged when a batch
@@ -27,6 +27,9 @@ class BatchPlan:
         micro_batch_size: Samples per micro-batch; None if the plan was cut by tokens.
         group_size: Consecutive samples that stay together.
         padded: Whether every micro-batch is padded to its longest sample, so that it costs number of samples x longest.
+
+    Raises:
+        ValueError: Ranks differ in their number of micro-steps.
 
     Example:
         >>> plan = BatchPlan([[[0], [2]], [[1], []]], np.array([5, 4, 3]), np.array([5, 4, 3]), max_tokens_per_rank=8)
@@ -60,6 +63,9 @@ class BatchPlan:
         group_size: int = 1,
         padded: bool = False,
     ) -> None:
+        steps = sorted({len(rank) for rank in assignment})
+        if len(steps) != 1 or steps[0] < 1:
+            raise ValueError(f"Every rank must run the same number of micro-steps, at least one, but got {steps}.")
         self.assignment = assignment
         self.lengths = lengths
         self.workloads = workloads
@@ -229,9 +235,6 @@ class BatchPlan:
         seen = sorted(i for rank in self.assignment for bucket in rank for i in bucket)
         if seen != list(range(self.num_samples)):
             raise ValueError(f"Every one of the {self.num_samples} samples must appear exactly once but the plan holds {seen}.")
-        steps = {len(rank) for rank in self.assignment}
-        if len(steps) != 1:
-            raise ValueError(f"Every rank must run the same number of micro-steps but they run {sorted(steps)}.")
         for rank, buckets in enumerate(self.assignment):
             for step, bucket in enumerate(buckets):
                 self._check_bucket(rank, step, bucket)
