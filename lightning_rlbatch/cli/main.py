@@ -1,55 +1,61 @@
-"""The ``rlbatch`` command: LightningCLI with this package's strategy and classes at hand."""
+"""The ``rlbatch`` command: each subcommand loads only what it needs."""
 
+import importlib
 import os
 import sys
-from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
-from typing_extensions import override
+from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
+from lightning_rlbatch.cli.explanation import check
+from lightning_rlbatch.cli.run_config import run_config
 
-import lightning_rlbatch
-
-
-class RLBatchCLI(LightningCLI):
-    """LightningCLI in subclass mode: ``model`` and ``data`` name their classes, optimizers belong to the module.
-
-    The optimizer is an argument of the module, since parameters exist only after the strategy has sharded the models.
-
-    Args:
-        *args: As for LightningCLI.
-        **kwargs: As for LightningCLI; model and data classes, and where the configuration is saved, have defaults.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("model_class", LightningModule)
-        kwargs.setdefault("datamodule_class", LightningDataModule)
-        kwargs.setdefault("subclass_mode_model", True)
-        kwargs.setdefault("subclass_mode_data", True)
-        kwargs.setdefault("auto_configure_optimizers", False)
-        kwargs.setdefault("seed_everything_default", 0)
-        # A second `fit` into the same folder is normal use, and a refusal on rank 0 alone would leave the others waiting.
-        kwargs.setdefault("save_config_kwargs", {"overwrite": True})
-        kwargs.setdefault("save_config_callback", SaveConfigCallback)
-        super().__init__(*args, **kwargs)
-
-    @staticmethod
-    @override
-    def subcommands() -> dict[str, set[str]]:
-        return {name: LightningCLI.subcommands()[name] for name in ("fit", "validate")}
+_OWN = {"explain": "explain", "plan": "plan_command", "verify": "verify", "report": "report"}
+_NOT_A_RUN = {"-h", "--help", "--print_config", "--print_shtab"}
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run ``rlbatch fit|validate ...``.
+    """Run ``rlbatch fit|validate|explain|plan|verify|report ...``.
 
     Args:
         args: Command line without the program's name; None reads ``sys.argv``.
+
+    Raises:
+        SystemExit: With the exit code of the subcommand, if that is not 0; 1 for a configuration that is refused.
     """
     # Like `python -m`: configurations name the user's own modules, which lie in the current folder.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    lightning_rlbatch.register()
-    RLBatchCLI(args=args)
+    arguments = sys.argv[1:] if args is None else args
+    if arguments and arguments[0] in _OWN:
+        command = importlib.import_module(f"lightning_rlbatch.cli.{_OWN[arguments[0]]}")
+        code = command.main(arguments[1:])
+        if code:
+            raise SystemExit(code)
+        return
+    if (
+        arguments
+        and arguments[0] in ("fit", "validate")
+        and not _NOT_A_RUN.intersection(argument.partition("=")[0] for argument in arguments)
+    ):
+        _refuse_before_loading(arguments[1:])
+    importlib.import_module("lightning_rlbatch.cli.lightning_cli").run(args)
+
+
+def _refuse_before_loading(arguments: list[str]) -> None:
+    """Report all errors of a configuration at once, before a class is imported or a model loaded."""
+    try:
+        findings = check(run_config(read_config(arguments)))
+    except ConfigFileError:
+        return  # LightningCLI reads more forms than we do, and reports what it cannot read
+    errors = [finding.text for finding in findings if finding.level == "refused"]
+    if errors:
+        print(f"The configuration has {len(errors)} error(s):", *(f"  - {text}" for text in errors), sep="\n", file=sys.stderr)
+        print("`rlbatch explain` with the same arguments shows what each option does.", file=sys.stderr)
+        raise SystemExit(1)
+    ignored = [f"{finding.options[0]}: {finding.text}" for finding in findings if finding.level == "without effect"]
+    if ignored:
+        from lightning.pytorch.utilities import rank_zero_warn
+
+        rank_zero_warn("Options without effect: " + " | ".join(ignored))
 
 
 if __name__ == "__main__":

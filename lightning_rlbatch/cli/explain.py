@@ -1,0 +1,129 @@
+"""``rlbatch explain``: say what a configuration does to batches, without a GPU, a model or a launch."""
+
+import argparse
+import json
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
+from lightning_rlbatch.cli.explanation import Explanation, explain
+from lightning_rlbatch.cli.run_config import run_config
+
+_COLOURS = {"in effect": "green", "off": "dim", "without effect": "yellow", "refused": "bold red", "note": "cyan"}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the subcommand.
+
+    Args:
+        arguments: After ``explain``.
+
+    Returns:
+        0, 1 if the configuration would be refused, 2 if it cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="rlbatch explain",
+        description="Print what a configuration does to batches. Overrides are written as for fit: --data.init_args.mini_batch_size=8",
+    )
+    parser.add_argument("-c", "--config", action="append", default=[], help="configuration file; several are merged")
+    parser.add_argument("--world-size", type=int, help="number of ranks; default: devices x num_nodes")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.world_size is not None and options.world_size < 1:
+        parser.error(f"--world-size must be at least 1 but is {options.world_size}")
+    try:
+        files = [part for path in options.config for part in ("--config", path)]
+        explanation = explain(run_config(read_config([*files, *overrides]), options.world_size))
+    except ConfigFileError as error:
+        Console(stderr=True).print(Text(str(error), style="bold red"))
+        return 2
+    if options.json:
+        print(json.dumps(explanation.to_json(), indent=2))
+    else:
+        show(explanation, Console())
+    return 1 if explanation.refused else 0
+
+
+def show(explanation: Explanation, console: Console) -> None:
+    """Print an explanation.
+
+    Args:
+        explanation: What to print.
+        console: Where.
+    """
+    run = explanation.run
+    console.print(Text(f"{run.model.name or '?'} with {run.data.name or '?'} on {explanation.world_size} rank(s)", style="bold"))
+    console.print(_layers(explanation))
+    console.print(Text(explanation.summary, style="bold"))
+    console.print(_options(explanation))
+    if explanation.memory is not None:
+        console.print(_memory(explanation))
+    else:
+        console.print(Text("Memory: not estimated, since `policy` is no local folder with a config.json.", style="dim"))
+    for finding in explanation.findings:
+        line = Text(f"{finding.level}: ", style=_COLOURS[finding.level])
+        prefix = f"{finding.options[0]}: " if finding.level == "without effect" else ""
+        console.print(line.append(prefix + finding.text, style="default"))
+    if explanation.refused:
+        console.print(Text("This configuration would be refused.", style="bold red"))
+
+
+def _layers(explanation: Explanation) -> Tree:
+    root = node = Tree("sizes" if explanation.sizes else "sizes: cannot be derived, see below")
+    for layer, numbers in explanation.sizes.items():
+        node = node.add(Text(layer, style="bold cyan"))
+        table = Table.grid(padding=(0, 2))
+        for name, number in numbers.items():
+            table.add_row(name, Text(number, style="bold"))
+        node.add(table)
+    return root
+
+
+def _options(explanation: Explanation) -> Table:
+    table = Table(title="Options (dim: default)", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for column in ("option", "value", "state"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("phase: what it does, or why not")
+    for option in explanation.options:
+        value = "-" if option.value is None else json.dumps(option.value)
+        state = Text(option.state, style=_COLOURS[option.state])
+        table.add_row(option.option, Text(value, style="" if option.given else "dim"), state, Text(f"{option.phase}: {option.why}"))
+    return table
+
+
+def _memory(explanation: Explanation) -> Table:
+    memory = explanation.memory
+    assert memory is not None
+    source = "counted in the weight files" if memory.counted == "files" else "from config.json"
+    table = Table(
+        title=f"Memory of one rank ({memory.num_parameters:,} parameters, {source})", title_justify="left", box=box.SIMPLE, pad_edge=False
+    )
+    table.add_column("what")
+    table.add_column("size", justify="right")
+    for name, size in memory.parts.items():
+        table.add_row(name, format_bytes(size))
+    bounded = memory.activations is not None
+    table.add_row(f"activations = {memory.activation_formula}", format_bytes(memory.activations or 0) if bounded else "not bounded")
+    table.add_section()
+    table.add_row("sum (without gathered parameters, key/value cache, communication buffers)", format_bytes(memory.total))
+    return table
+
+
+def format_bytes(size: int) -> str:
+    """Return a size with a binary unit.
+
+    Args:
+        size: Bytes.
+
+    Example:
+        >>> format_bytes(3 * 2**29)
+        '1.50 GiB'
+    """
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.2f} {units[0]}" if units[0] != "B" else f"{size} B"

@@ -1,0 +1,268 @@
+"""Everything that ``rlbatch explain`` says, as data."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rlbatch.cli.findings import Finding
+from lightning_rlbatch.cli.memory import MemoryEstimate, estimate_memory, tokens_per_gpu
+from lightning_rlbatch.cli.rules_batching import check_batching
+from lightning_rlbatch.cli.rules_names import check_names
+from lightning_rlbatch.cli.rules_training import check_training
+from lightning_rlbatch.cli.run_config import RunConfig, load_pure
+
+# (option, section, phase, meaning)
+OPTIONS = (
+    ("train_batch_size", "data", "rollout", "prompts per iteration, over all ranks"),
+    ("rollouts_per_prompt", "data", "rollout", "responses per prompt"),
+    ("max_prompt_length", "data", "rollout", "longer prompts are left out"),
+    ("max_response_length", "data", "rollout", "most tokens of a response"),
+    ("max_rollout_batch_size", "model", "rollout", "sequences that decode together; nothing to do with cutting"),
+    ("mini_batch_size", "data", "update", "one optimizer step, over all ranks"),
+    ("ppo_epochs", "data", "update", "passes over an iteration's rollouts"),
+    ("max_tokens_per_rank", "data", "update", "most tokens one GPU holds in a micro-batch (dynamic)"),
+    ("micro_batch_size", "data", "update", "samples of a micro-batch (static)"),
+    ("log_prob_max_tokens_per_rank", "data", "log-probs", "budget of forward-only passes"),
+    ("log_prob_micro_batch_size", "data", "log-probs", "samples per micro-batch of forward-only passes"),
+    ("balance", "data", "all", "which rank gets which samples"),
+    ("equal_size", "data", "all", "every rank gets as many samples, plus or minus one"),
+    ("planner", "data", "all", "global plan, or the two-layer baseline"),
+    ("oversize", "data", "all", "what to do with a sample above the budget"),
+    ("workload_coefficient", "data", "all", "linear cost of a token relative to the quadratic one"),
+    ("remove_padding", "model", "every forward", "compute real tokens only"),
+    ("sequence_parallel_size", "trainer.strategy", "every forward", "GPUs that share each sample"),
+    ("data_parallel_replicate_size", "trainer.strategy", "every forward", "copies of the sharded parameters"),
+)
+
+
+@dataclass(frozen=True)
+class OptionState:
+    """What became of one option.
+
+    Attributes:
+        option: Its name.
+        phase: Where it acts.
+        value: In force (given or default); None if it is off.
+        given: Whether the configuration sets it.
+        state: ``in effect``, ``off``, ``without effect`` or ``refused``.
+        why: A reason, or what the option means.
+    """
+
+    option: str
+    phase: str
+    value: Any
+    given: bool
+    state: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The whole answer.
+
+    Attributes:
+        run: The configuration.
+        world_size: Ranks that the numbers are for.
+        sizes: Layer -> name -> number; empty if they cannot be derived.
+        summary: What one GPU runs at once, in a sentence.
+        options: Fate of every option of cutting and spreading.
+        findings: Everything worth saying; refused ones first.
+        memory: Of one rank; None if the policy is no local folder.
+    """
+
+    run: RunConfig
+    world_size: int
+    sizes: dict[str, dict[str, str]]
+    summary: str
+    options: tuple[OptionState, ...]
+    findings: tuple[Finding, ...]
+    memory: MemoryEstimate | None
+
+    @property
+    def refused(self) -> bool:
+        """Whether a run with this configuration would not start."""
+        return any(finding.level == "refused" for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the explanation as JSON-ready data."""
+        memory = None if self.memory is None else {**dataclasses.asdict(self.memory), "total": self.memory.total}
+        return {
+            "ok": not self.refused,
+            "world_size": self.world_size,
+            "data_parallel_size": self.world_size // self.run.sp_size,
+            "sequence_parallel_size": self.run.sp_size,
+            "summary": self.summary,
+            "sizes": self.sizes,
+            "options": [dataclasses.asdict(option) for option in self.options],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "memory": memory,
+        }
+
+
+def check(run: RunConfig) -> tuple[Finding, ...]:
+    """Return all findings about a configuration, refused ones first.
+
+    Args:
+        run: The configuration.
+    """
+    found = [*check_names(run), *check_batching(run), *check_training(run)]
+    order = {"refused": 0, "without effect": 1, "note": 2}
+    return tuple(sorted(found, key=lambda finding: order[finding.level]))
+
+
+def explain(run: RunConfig) -> Explanation:
+    """Derive every number and judge every option.
+
+    Args:
+        run: The configuration; where only the machine knows the number of ranks, the numbers are for one sequence-parallel group.
+    """
+    findings = check(run)
+    if run.world_size is None:
+        run = dataclasses.replace(run, world_size=run.sp_size)
+    assert run.world_size is not None
+    sizes = _rollout_sizes(run) if run.kind == "rollouts" else _sample_sizes(run)
+    return Explanation(run, run.world_size, sizes, _summary(run), _option_states(run, findings), findings, estimate_memory(run))
+
+
+def _rollout_sizes(run: RunConfig) -> dict[str, dict[str, str]]:
+    data = run.data
+    names = ("train_batch_size", "rollouts_per_prompt", "mini_batch_size", "ppo_epochs", "micro_batch_size", "max_tokens_per_rank")
+    given = {name: data.number(name) for name in names}
+    try:
+        sizes = load_pure("functional.sizes").iteration_sizes(
+            world_size=run.world_size, sequence_parallel_size=run.sp_size, **{name: value for name, value in given.items() if value}
+        )
+    except (TypeError, ValueError):  # the findings say why
+        return {}
+    per_step = sizes.rollouts_per_mini_batch_and_dp_rank
+    return {
+        "global batch": {
+            "prompts per iteration": f"{given['train_batch_size']}",
+            "rollouts per iteration": f"{sizes.num_rollouts} = {given['train_batch_size']} prompts x {given['rollouts_per_prompt']}",
+            "mini-batches per pass": f"{sizes.num_mini_batches} of {sizes.prompts_per_mini_batch} prompts",
+            "rollouts per mini-batch (optimizer step)": str(sizes.rollouts_per_mini_batch),
+            "optimizer steps per iteration": f"{sizes.num_optimizer_steps} = {sizes.num_mini_batches} mini-batches x "
+            f"{given['ppo_epochs']} PPO epoch(s)",
+        },
+        "data-parallel rank": _rank_sizes(run)
+        | {
+            "rollouts generated by each GPU": str(sizes.rollouts_per_worker),
+            "rollouts scored and trained per iteration": str(sizes.rollouts_per_dp_rank),
+            "rollouts of one optimizer step": f"{per_step} by count (balancing by length moves it a little)",
+        },
+        "micro-batch": _micro_sizes(run, per_step.largest, sizes.num_micro_steps),
+    }
+
+
+def _sample_sizes(run: RunConfig) -> dict[str, dict[str, str]]:
+    mini = run.data.number("mini_batch_size")
+    budgets = [run.data.number(name) for name in ("max_tokens_per_rank", "micro_batch_size")]
+    assert run.world_size is not None
+    if mini is None or run.world_size % run.sp_size or sum(budget is not None for budget in budgets) != 1:
+        return {}
+    dp = run.world_size // run.sp_size
+    replay = run.kind == "replay"
+    unit = "prompts" if replay else "samples"
+    least, most = mini // dp, -(-mini // dp)
+    rank = {"samples of one optimizer step": f"{least}" if least == most else f"{least} to {most}"}
+    micro = run.data.number("micro_batch_size")
+    steps = None if micro is None or replay else -(-most // micro)
+    return {
+        "global batch": {f"{unit} per mini-batch (optimizer step)": str(mini)},
+        "data-parallel rank": _rank_sizes(run) | ({} if replay else rank),
+        "micro-batch": _micro_sizes(run, None if replay else most, steps),
+    }
+
+
+def _rank_sizes(run: RunConfig) -> dict[str, str]:
+    assert run.world_size is not None
+    dp = run.world_size // run.sp_size
+    shards = run.world_size // run.replicate_size if run.sharded else 1
+    return {
+        "data-parallel ranks": f"{dp} = {run.world_size} ranks / {run.sp_size} per sequence-parallel group",
+        "parameters sharded over": f"{shards} ranks" if shards > 1 else "not sharded",
+    }
+
+
+def _micro_sizes(run: RunConfig, samples_per_rank: int | None, num_micro_steps: Any) -> dict[str, str]:
+    budget, micro, longest, sp = (
+        run.data.number("max_tokens_per_rank"),
+        run.data.number("micro_batch_size"),
+        run.longest_sample,
+        run.sp_size,
+    )
+    sizes: dict[str, str] = {}
+    if budget is not None:
+        sizes["tokens of a micro-batch, at most"] = f"{budget * sp}" + (f" = {budget} x {sp} GPUs" if sp > 1 else "")
+        sizes["tokens on one GPU, at most"] = str(budget)
+        if longest is not None:
+            fitting = max(1, budget * sp // longest)
+            sizes["samples of a micro-batch"] = f"as many as fit: {fitting} of the longest ({longest} tokens), more of shorter ones"
+        if longest is not None and samples_per_rank is not None:
+            worst = -(-samples_per_rank // max(1, budget * sp // longest))
+            sizes["gradient accumulation (micro-steps)"] = "1" if worst == 1 else f"1 to {worst}, by the lengths; the same on all ranks"
+        else:
+            sizes["gradient accumulation (micro-steps)"] = "by the lengths; the same on all ranks"
+    elif micro is not None:
+        sizes["samples of a micro-batch"] = str(micro)
+        if longest is not None:
+            sizes["tokens of a micro-batch, at most"] = f"{micro * longest} = {micro} x {longest}"
+            sizes["tokens on one GPU, at most"] = str(-(-micro * longest // sp))
+        sizes["gradient accumulation (micro-steps)"] = "by the rollouts" if num_micro_steps is None else str(num_micro_steps)
+    scoring = run.data.number("log_prob_max_tokens_per_rank")
+    if scoring is not None:
+        sizes["tokens of a log-prob micro-batch, at most"] = str(scoring * sp)
+    scored = run.data.number("log_prob_micro_batch_size")
+    if scored is not None:
+        sizes["samples of a log-prob micro-batch"] = str(scored)
+    return sizes
+
+
+def _summary(run: RunConfig) -> str:
+    tokens, longest, sp = tokens_per_gpu(run), run.longest_sample, run.sp_size
+    budget, micro = run.data.number("max_tokens_per_rank"), run.data.number("micro_batch_size")
+    shared = f" (1/{sp} of a micro-batch of its sequence-parallel group)" if sp > 1 else ""
+    padded = ", padding to the longest sample included" if run.model.get("remove_padding") is False else ""
+    if budget is not None and longest is not None:
+        return (
+            f"One GPU runs at most {tokens} tokens at once{shared}{padded}: {max(1, budget * sp // longest)} sample(s) of the longest"
+            f" {longest} tokens per micro-batch, or more shorter ones."
+        )
+    if budget is not None:
+        return f"One GPU runs at most {tokens} tokens at once{shared}{padded}, as whole samples."
+    if micro is not None:
+        bound = (
+            "with no bound on their tokens" if tokens is None else f"of at most {longest} tokens each: {tokens} tokens on one GPU{shared}"
+        )
+        return f"One GPU runs {micro} sample(s) at once{padded}, {bound}."
+    return "How much one GPU runs at once is not configured."
+
+
+def _option_states(run: RunConfig, findings: tuple[Finding, ...]) -> tuple[OptionState, ...]:
+    sections = {"data": run.data, "model": run.model, "trainer.strategy": run.strategy}
+    states = []
+    for option, key, phase, meaning in OPTIONS:
+        section = sections[key]
+        if not section.has(option) and option not in section.given:
+            continue
+        value, given = section.get(option), option in section.given
+        about = [finding for finding in findings if option in finding.options and finding.level != "note"]
+        if about and given:
+            states.append(OptionState(option, phase, value, given, about[0].level, about[0].text))
+        elif value is None:
+            states.append(OptionState(option, phase, None, given, "off", _stand_in(run, option) or meaning))
+        else:
+            states.append(OptionState(option, phase, value, given, "in effect", meaning))
+    return tuple(states)
+
+
+def _stand_in(run: RunConfig, option: str) -> str | None:
+    """Say which other option decides where this one is not set."""
+    other = {
+        "log_prob_max_tokens_per_rank": "max_tokens_per_rank",
+        "log_prob_micro_batch_size": "micro_batch_size",
+        "max_tokens_per_rank": "micro_batch_size",
+        "micro_batch_size": "max_tokens_per_rank",
+    }.get(option)
+    value = None if other is None else run.data.get(other)
+    return None if value is None else f"{other}={value} decides"

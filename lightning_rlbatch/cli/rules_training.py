@@ -1,0 +1,172 @@
+"""Rules about models, losses, validation and the Trainer: options that need another option, or that Lightning refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_rlbatch.cli.findings import Findings, note, refused, without_effect
+from lightning_rlbatch.cli.run_config import RunConfig, load_pure
+
+_NEEDS_GROUPS = ("GRPO", "DrGRPO", "RLOO", "GPG", "PassAtK", "OPO", "ReinforcePlusPlusBaseline", "GDPO")
+
+
+def check_training(run: RunConfig) -> Findings:
+    """Find options that contradict each other or have nothing to act on."""
+    yield from _check_trainer(run)
+    yield from _check_heads(run)
+    if "PPOModule" in run.model.ancestors:
+        yield from _check_critic(run)
+        yield from _check_losses(run)
+        yield from _check_rollouts(run)
+    if run.kind == "replay":
+        yield from _check_replay(run)
+    yield from _check_validation(run)
+
+
+def _check_trainer(run: RunConfig) -> Findings:
+    if run.trainer.get("gradient_clip_val") is not None or run.trainer.given.get("gradient_clip_algorithm") is not None:
+        name = "gradient_clip_val" if run.trainer.get("gradient_clip_val") is not None else "gradient_clip_algorithm"
+        yield refused(name, text=f"trainer.{name} cannot be used: the module clips per role. Set model.init_args.max_grad_norm instead.")
+    if run.trainer.get("accumulate_grad_batches", 1) not in (1, None):
+        yield refused(
+            "accumulate_grad_batches",
+            text=f"trainer.accumulate_grad_batches={run.trainer.get('accumulate_grad_batches')} cannot be used: a Lightning batch is a"
+            " whole optimizer step. Raise data.init_args.mini_batch_size instead; accumulation follows from the budget.",
+        )
+    strategy = run.strategy.class_path or "auto"
+    foreign = strategy.rpartition(".")[2].lower().startswith(("fsdp", "deepspeed", "modelparallel", "model_parallel"))
+    if foreign and not run.sharded:
+        yield refused("strategy", text=f"trainer.strategy={strategy} does not run these modules. Use rlbatch_fsdp, ddp or auto.")
+    if not run.sharded and run.world_size is not None and run.world_size > 1 and strategy in ("auto", "ddp"):
+        yield note(
+            "strategy",
+            text=f"strategy={strategy} keeps a whole copy of the model on each of {run.world_size} ranks; rlbatch_fsdp shards it.",
+        )
+
+
+def _check_heads(run: RunConfig) -> Findings:
+    config = model_config(run.model.get("policy"))
+    if config is None or run.sp_size == 1:
+        return
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int):
+        try:
+            load_pure("distributed.heads").HeadPlan.build(heads, config.get("num_key_value_heads") or heads, run.sp_size)
+        except ValueError as error:
+            yield refused("sequence_parallel_size", text=str(error))
+        else:
+            if heads % run.sp_size:
+                share = -(-heads // run.sp_size)
+                yield note(
+                    "sequence_parallel_size",
+                    text=f"{heads} attention heads on {run.sp_size} ranks: the busiest has {share}, so"
+                    f" attention runs at {100 * heads / (share * run.sp_size):.0f}% of what an even split would give.",
+                )
+
+
+def model_config(source: Any) -> dict[str, Any] | None:
+    """Return ``config.json`` of a model folder (of its text part, for a model of several), None if it is no local folder.
+
+    Args:
+        source: The model as configured.
+    """
+    path = Path(source) / "config.json" if isinstance(source, str) else None
+    if path is None or not path.is_file():
+        return None
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def class_name(value: Any) -> str:
+    """Return the name of a configured class without its module; empty if it is none."""
+    return str(value["class_path"]).rpartition(".")[2] if isinstance(value, dict) and "class_path" in value else ""
+
+
+def _check_critic(run: RunConfig) -> Findings:
+    model = run.model
+    estimator = class_name(model.get("advantage")) or "GRPO"
+    if model.get("critic") is None:
+        if estimator == "GAE":
+            yield refused("critic", text="The advantage GAE needs values. Set critic (for example to the policy), or use GRPO.")
+        for name in ("critic_lr", "value_coefficient", "value_clip"):
+            if model.changed(name):
+                yield without_effect(name, "there is no critic. Set `critic`, or drop it.")
+    elif estimator in _NEEDS_GROUPS:
+        yield note("critic", text=f"{estimator} does not use values: the critic is trained and paid for, but does not change the policy.")
+    if estimator in _NEEDS_GROUPS and run.data.has("rollouts_per_prompt") and run.data.get("rollouts_per_prompt") == 1:
+        yield note(
+            "rollouts_per_prompt",
+            text=f"{estimator} compares the rollouts of a prompt, and there is one each: every advantage is 0 or undefined. Set"
+            " rollouts_per_prompt to 2 or more.",
+        )
+
+
+def _check_losses(run: RunConfig) -> Findings:
+    model, data = run.model, run.data
+    weights, functions = model.get("reward_weights"), model.get("reward_functions")
+    if isinstance(weights, list) and isinstance(functions, list) and len(weights) != len(functions):
+        yield refused("reward_weights", text=f"{len(weights)} reward_weights for {len(functions)} reward_functions. Give one weight each.")
+    if isinstance(functions, list) and not functions:
+        yield refused("reward_functions", text="Expected at least one reward function.")
+    norm, mode = model.get("loss_norm_constant"), model.get("loss_aggregation")
+    if (mode == "seq-mean-token-sum-norm") != (norm is not None):
+        yield refused(
+            "loss_norm_constant",
+            text=f"loss_norm_constant={norm} with loss_aggregation={mode}: the two belong together.",
+        )
+    if not model.get("kl_coefficient") and model.changed("kl_kind"):
+        yield without_effect("kl_kind", "kl_coefficient is 0, so there is no KL penalty in the loss. Raise it, or drop kl_kind.")
+    if model.get("kl_reward") is None and model.changed("kl_reward_kind"):
+        yield without_effect("kl_reward_kind", "kl_reward is not set, so there is no KL penalty in the reward.")
+    if model.get("overlong_buffer") is None and model.changed("overlong_factor"):
+        yield without_effect("overlong_factor", "overlong_buffer is not set, so there is no overlong penalty.")
+    one_step = data.number("ppo_epochs") == 1 and data.get("train_batch_size") == data.get("mini_batch_size") is not None
+    loss = model.given.get("policy_loss")
+    clips = sorted(name for name in (loss.get("init_args") or {} if isinstance(loss, dict) else {}) if name.startswith("clip_"))
+    if run.kind == "rollouts" and one_step and clips:
+        yield without_effect(
+            clips[0],
+            f"one mini-batch and one PPO epoch per iteration: every step is on-policy, the ratio is 1 and {', '.join(clips)} never clips."
+            " Lower mini_batch_size or raise ppo_epochs to reuse rollouts.",
+        )
+
+
+def _check_rollouts(run: RunConfig) -> Findings:
+    model, data = run.model, run.data
+    temperature = model.get("temperature")
+    if isinstance(temperature, int | float) and temperature <= 0:
+        yield refused("temperature", text=f"`temperature` must be positive but is {temperature}: rollouts to learn from must be sampled.")
+    limit, prompts, group = model.number("max_rollout_batch_size"), data.number("train_batch_size"), data.number("rollouts_per_prompt")
+    if limit is not None and prompts is not None and group is not None and run.world_size is not None:
+        most = -(-prompts * group // run.world_size)
+        validates = data.get("val_prompts") is not None
+        if limit >= most and not validates:
+            yield without_effect("max_rollout_batch_size", f"a rank generates at most {most} rollouts, fewer than {limit}.")
+    if run.kind == "replay":
+        for name in ("top_k", "top_p", "max_rollout_batch_size", "validation_temperature"):
+            if model.changed(name):
+                yield without_effect(name, "recorded rollouts are replayed: nothing is generated.")
+
+
+def _check_replay(run: RunConfig) -> Findings:
+    data = run.data
+    has_tokenizer = data.get("tokenizer") is not None
+    if has_tokenizer and data.get("rescore") is False:
+        yield refused("rescore", text="A text dump has no log-probs, so rescore: false is impossible with a tokenizer. Drop one of them.")
+    if not has_tokenizer and (data.get("reward_columns") is not None or data.get("append_eos") is False):
+        yield refused("reward_columns", "append_eos", text="reward_columns and append_eos are for text dumps. Set tokenizer, or drop them.")
+    scores = has_tokenizer if data.get("rescore") is None else data.get("rescore")
+    for name in ("log_prob_max_tokens_per_rank", "log_prob_micro_batch_size"):
+        if data.get(name) is not None and not scores:
+            yield without_effect(name, "the recorded log-probs are used (rescore), so there is no forward-only pass.")
+
+
+def _check_validation(run: RunConfig) -> Findings:
+    data, model = run.data, run.model
+    if run.kind == "rollouts" and data.get("val_prompts") is None:
+        for section, name in ((data, "val_batch_size"), (data, "val_rollouts_per_prompt"), (model, "validation_temperature")):
+            if section.changed(name):
+                yield without_effect(name, "there are no val_prompts. Set them, or drop it.")
+    elif data.get("val_rollouts_per_prompt", 1) != 1 and model.get("validation_temperature") == 0:
+        yield without_effect("val_rollouts_per_prompt", "validation_temperature is 0: all responses of a prompt are the same greedy one.")

@@ -1,0 +1,204 @@
+"""Read the options of a class from its source text: no import, so that neither torch nor a user's module is executed."""
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import lightning_rlbatch
+
+REQUIRED = object()
+"""Default of an option that has none."""
+
+UNKNOWN = object()
+"""Default that is an expression, such as ``GRPO()``."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One argument of a constructor.
+
+    Attributes:
+        name: Of the argument.
+        default: Literal value, ``REQUIRED`` or ``UNKNOWN``.
+        annotation: Type as written, for example ``int | None``; empty if there is none.
+    """
+
+    name: str
+    default: Any
+    annotation: str
+
+    @property
+    def types(self) -> tuple[type, ...] | None:
+        """Builtin types that the annotation allows; None if it holds anything else."""
+        known: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
+        parts = [part.strip() for part in self.annotation.split("|")]
+        return tuple(known[part] for part in parts) if all(part in known for part in parts) else None
+
+    @property
+    def choices(self) -> tuple[Any, ...] | None:
+        """Values of a ``Literal[...]``; None for any other annotation."""
+        if not self.annotation.startswith("Literal["):
+            return None
+        value = ast.literal_eval(self.annotation.removeprefix("Literal"))
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class ClassSource:
+    """What is known of a class from its text.
+
+    Attributes:
+        path: Canonical import path.
+        ancestors: Names (without modules) of itself and of all bases that were found.
+        options: Arguments of its constructor by name; None if they depend on a class whose source is not there.
+    """
+
+    path: str
+    ancestors: frozenset[str]
+    options: dict[str, Option] | None
+
+
+@functools.cache
+def class_source(path: str) -> ClassSource | None:
+    """Find a class.
+
+    Args:
+        path: Import path, such as ``lightning_rlbatch.PPOModule``, or the bare name of one of this package's public classes.
+
+    Returns:
+        None if there is no such class, or its source cannot be found.
+    """
+    if "." not in path:
+        path = f"lightning_rlbatch.{path}"
+    module, _, name = path.rpartition(".")
+    found = _find(module, name, frozenset())
+    return None if found is None else _describe(*found)
+
+
+def _describe(module: str, node: ast.ClassDef) -> ClassSource:
+    bases = [base for base in (_base(module, expression) for expression in node.bases) if base is not None]
+    ancestors = frozenset([node.name]).union(*(base.ancestors for base in bases))
+    return ClassSource(f"{module}.{node.name}", ancestors, _options(node, bases))
+
+
+def _base(module: str, expression: ast.expr) -> ClassSource | None:
+    name = ast.unparse(expression).partition("[")[0]
+    alias, _, attribute = name.rpartition(".")
+    if alias:
+        target = _imports(module).get(alias)
+        found = _find(".".join(filter(None, target)), attribute, frozenset()) if target else None
+    else:
+        found = _find(module, name, frozenset())
+    return None if found is None else _describe(*found)
+
+
+def _options(node: ast.ClassDef, bases: list[ClassSource]) -> dict[str, Option] | None:
+    inherited: dict[str, Option] | None = {} if len(bases) == len(node.bases) else None
+    for base in reversed(bases):
+        inherited = None if inherited is None or base.options is None else inherited | base.options
+    init = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
+    if init is None:
+        if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+            return {**(inherited or {}), **dict(_fields(node))}
+        return inherited
+    own = dict(_arguments(init.args))
+    if init.args.kwarg is None:
+        return own
+    return None if inherited is None else {**inherited, **own}
+
+
+def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, Option]]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    for argument, default in [*list(zip(positional, defaults))[1:], *zip(arguments.kwonlyargs, arguments.kw_defaults)]:
+        yield argument.arg, _option(argument.arg, argument.annotation, default)
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, Option]]:
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and "ClassVar" not in ast.unparse(item.annotation):
+            yield item.target.id, _option(item.target.id, item.annotation, item.value)
+
+
+def _option(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Option:
+    value: Any = REQUIRED
+    if default is not None:
+        try:
+            value = ast.literal_eval(default)
+        except ValueError:
+            value = UNKNOWN
+    return Option(name, value, "" if annotation is None else ast.unparse(annotation).strip("'\""))
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------------------
+
+
+def _find(module: str, name: str, seen: frozenset[str]) -> tuple[str, ast.ClassDef] | None:
+    """Return the module that defines a class, and its node; follows re-exports."""
+    tree = _tree(module)
+    if tree is None or f"{module}.{name}" in seen:
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+    if module == "lightning_rlbatch" and lightning_rlbatch._HOMES.get(name):
+        return _find(f"{module}.{lightning_rlbatch._HOMES[name]}", name, seen | {f"{module}.{name}"})
+    target = _imports(module).get(name)
+    if target is None or not target[1]:
+        return None
+    return _find(target[0], target[1], seen | {f"{module}.{name}"})
+
+
+@functools.cache
+def _imports(module: str) -> dict[str, tuple[str, str]]:
+    """Map local names to (module, attribute); the attribute of an imported module is empty."""
+    tree = _tree(module)
+    file = module_file(module)
+    names: dict[str, tuple[str, str]] = {}
+    if tree is None or file is None:
+        return names
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            source = ".".join(filter(None, [base, node.module or ""]))
+            names |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
+    return names
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module | None:
+    file = module_file(module)
+    return None if file is None else ast.parse(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def module_file(module: str) -> Path | None:
+    """Return the source file of a module without importing it or its packages.
+
+    Args:
+        module: Absolute name.
+
+    Returns:
+        None if there is no such module, or it is not Python source.
+    """
+    search: list[str] | None = None
+    origin = None
+    parts = module.split(".")
+    for depth in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), sys.path if search is None else search)
+        if spec is None:
+            return None
+        origin = spec.origin
+        search = list(spec.submodule_search_locations or [])
+        if depth < len(parts) - 1 and not search:
+            return None
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
