@@ -86,6 +86,8 @@ class RLBatchModule(pl.LightningModule):
         self._step_metrics: dict[str, float] = {}
         self._empty_step = False
         self._skipped = False
+        self._warned: set[str] = set()
+        self._logged: set[str] = set()
 
     # -- for subclasses --------------------------------------------------------------------------------------------------
 
@@ -216,13 +218,18 @@ class RLBatchModule(pl.LightningModule):
             finite = finite and math.isfinite(norm)
         self._skipped = self._empty_step or not finite
         if self._empty_step:
-            rank_zero_warn("A mini-batch has no token to train on, on any rank: the step is skipped.")
+            self._warn_once("A mini-batch has no token to train on, on any rank: the step is skipped (train/skipped_steps counts them).")
         elif not finite:
-            rank_zero_warn("The gradient norm is not finite: the step is skipped on all ranks (train/skipped_steps counts them).")
+            self._warn_once("The gradient norm is not finite: the step is skipped on all ranks (train/skipped_steps counts them).")
         if self._skipped:
             optimizer.zero_grad(set_to_none=True)
         metrics["train/skipped_steps"] = float(self._skipped)
         self._step_metrics = metrics
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            rank_zero_warn(message)
 
     def _clip(self, parameters: list[Tensor]) -> float:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -241,6 +248,9 @@ class RLBatchModule(pl.LightningModule):
         metrics["train/loss"] = totals["train/loss\0numerator"]  # already divided by global denominators
         metrics |= {"train/num_tokens": float(denominators.num_tokens), "train/num_sequences": float(denominators.num_sequences)}
         metrics |= self._step_metrics | batch.metrics
+        # Lightning would log the value of an earlier step again for a metric that this step has not (an empty mini-batch).
+        metrics |= dict.fromkeys(self._logged - metrics.keys(), math.nan)
+        self._logged |= metrics.keys()
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1, sync_dist=False)
         self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, batch_size=1)
 
