@@ -4,6 +4,7 @@ Run ``make demo``, or ``python -m examples.hanoi`` in an environment with the ``
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of initial weights, data order and sampling")
     parser.add_argument("--sft-steps", type=int, default=250, help="optimizer steps of the warm-up")
     parser.add_argument("--iterations", type=int, default=60, help="RL iterations")
-    parser.add_argument("--samples", type=int, default=64, help="answers sampled per puzzle for the table")
+    parser.add_argument("--samples", type=int, default=16, help="answers sampled per puzzle for the table")
     arguments = parser.parse_args()
     console = Console()
     shutil.rmtree(OUTPUT, ignore_errors=True)
@@ -46,7 +47,9 @@ def main() -> None:
 def run(config: str, *overrides: str) -> None:
     """Run ``rlbatch fit`` with a configuration of this folder, and stop if it fails."""
     command = [sys.executable, "-m", "lightning_rlbatch", "fit", "--config", str(FOLDER / config), *overrides]
-    finished = subprocess.run(command, check=False)
+    # transformers' bars for loading 30 small tensors would fill the screen
+    quiet = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    finished = subprocess.run(command, check=False, env=quiet)
     if finished.returncode:
         sys.exit(finished.returncode)
 

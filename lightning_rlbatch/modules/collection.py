@@ -94,7 +94,7 @@ class RolloutCollector:
 
     def _metrics(self, table: RolloutTable, rollouts: Sequence[Rollout]) -> dict[str, float]:
         sums = all_reduce_sums(rollout_sums(self.module, rollouts), self.meshes.world_group)
-        metrics = reward_metrics(sums, "reward") | {f"length/{name}": value for name, value in _lengths(table).items()}
+        metrics = reward_metrics(sums) | {f"length/{name}": value for name, value in _lengths(table).items()}
         equal = zero_variance_groups(table.rewards, table.group_ids)
         groups = max(1, int(equal.num_groups))
         valid = table.rewards[~table.rewards.isnan()]
@@ -162,7 +162,7 @@ def rollout_sums(module: "PPOModule", rollouts: Sequence[Rollout]) -> dict[str, 
     return sums
 
 
-def reward_metrics(sums: Mapping[str, float], prefix: str) -> dict[str, float]:
+def reward_metrics(sums: Mapping[str, float], prefix: str = "") -> dict[str, float]:
     """Divide sums over all rollouts by their counts.
 
     Args:
@@ -173,9 +173,9 @@ def reward_metrics(sums: Mapping[str, float], prefix: str) -> dict[str, float]:
         Mean reward per function, mean response length and share of truncated responses.
     """
     rewards = {key.removeprefix("reward:"): value for key, value in sums.items() if key.startswith("reward:")}
-    metrics = {f"{prefix}/{name}": value / max(1.0, sums[f"verdicts:{name}"]) for name, value in rewards.items()}
-    metrics[f"{prefix}/response_length"] = sums["tokens"] / max(1.0, sums["rollouts"])
-    metrics[f"{prefix}/truncated"] = sums["truncated"] / max(1.0, sums["rollouts"])
+    metrics = {f"{prefix}reward/{name}": value / max(1.0, sums[f"verdicts:{name}"]) for name, value in rewards.items()}
+    metrics[f"{prefix}length/mean"] = sums["tokens"] / max(1.0, sums["rollouts"])
+    metrics[f"{prefix}length/truncated"] = sums["truncated"] / max(1.0, sums["rollouts"])
     return metrics
 
 

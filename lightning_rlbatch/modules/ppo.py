@@ -426,7 +426,7 @@ class PPOModule(RLBatchModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        metrics = reward_metrics(all_reduce_sums(self._validation_sums, self.meshes.world_group), "val")
+        metrics = reward_metrics(all_reduce_sums(self._validation_sums, self.meshes.world_group), "val/")
         # sync_dist only keeps Lightning from warning: the values are global already, equal on every rank.
         self.log_dict(metrics, batch_size=1, sync_dist=True)
 
