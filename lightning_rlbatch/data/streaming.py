@@ -11,6 +11,8 @@ from lightning_rlbatch.functional.per_rank import count_micro_steps, plan_rank
 from lightning_rlbatch.functional.plan_input import check_at_least
 from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT
 
+FAILED = 2**40  # more micro-steps than any rank can need: tells the other ranks to raise too
+
 Sample = TypeVar("Sample")
 
 
@@ -30,7 +32,7 @@ def stream_mini_batches(
 
     One all-reduce (MAX) per mini-batch agrees on the number of micro-steps and on the end: a rank whose stream is exhausted goes on with
     fillers (``[]``) until the last one is. Without all lengths samples cannot move between ranks, so that `TokenBudgetSampler` is better
-    wherever lengths are known. Runs collectives while it iterates: use it in the training process, not in loader workers.
+    wherever lengths are known. It runs collectives while it iterates: use it in the training process, not in loader workers.
 
     Args:
         samples: This data-parallel rank's samples, disjoint from the other ranks' and equal on sequence-parallel peers.
@@ -41,8 +43,7 @@ def stream_mini_batches(
         micro_batch_size: See `plan_mini_batch`.
         sp_size: See `plan_mini_batch`.
         coefficient: See `attention_workload`.
-        oversize: See `plan_mini_batch`. With ``"error"`` the rank that reads the sample raises, in the middle of the stream; prefer to
-            filter long samples, or ``"isolate"``.
+        oversize: See `plan_mini_batch`. With ``"error"`` all ranks raise when one of them reads such a sample.
 
     Yields:
         Micro-batches of one mini-batch; ``[]`` is a filler.
@@ -66,7 +67,14 @@ def stream_mini_batches(
     while True:
         mine = list(islice(stream, samples_per_rank))
         lengths = [length_of(sample) for sample in mine]
-        steps = max_num_micro_steps(count_micro_steps(lengths, **cap) if mine else 0, group)
+        error: ValueError | None = None
+        try:
+            local = count_micro_steps(lengths, **cap) if mine else 0
+        except ValueError as caught:
+            error, local = caught, FAILED
+        steps = max_num_micro_steps(local, group)
+        if steps == FAILED:
+            raise error or ValueError("Another rank of the data-parallel group could not cut its samples; its own message says why.")
         if steps == 0:
             return
         yield [[mine[i] for i in bucket] for bucket in plan_rank(lengths, num_micro_steps=steps, **cap)]

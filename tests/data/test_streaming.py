@@ -26,3 +26,16 @@ def test_ranks_with_streams_of_different_length_end_together():
 def test_a_bad_share_is_named():
     with pytest.raises(ValueError, match="`samples_per_rank` must be at least 1 but got 0"):
         next(stream_mini_batches(["a"], len, samples_per_rank=0, group=None, max_tokens_per_rank=8))
+
+
+def _oversize(rank, world_size):
+    batches = stream_mini_batches(LOCAL[rank], len, samples_per_rank=2, group=dist.group.WORLD, max_tokens_per_rank=4)
+    with pytest.raises(ValueError, match=r"Sample \d has|Another rank") as caught:
+        next(batches)
+    return str(caught.value)
+
+
+def test_an_oversize_sample_on_one_rank_is_an_error_on_all():
+    texts = run_distributed(_oversize, 2)
+    assert "Sample 0 has 8 tokens but a micro-batch may hold 4" in texts[0]
+    assert "Another rank of the data-parallel group" in texts[1]
