@@ -1,0 +1,206 @@
+"""Rollout engines that write completions to a file and that serve them from one."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutEngine, RolloutRequest, SamplingParams, WeightStream
+
+
+@dataclass(frozen=True)
+class RecordedCompletion:
+    """A completion with the prompt it answers.
+
+    Attributes:
+        prompt_ids: Token ids of the prompt.
+        completion: What was sampled.
+        seed: Seed of the request it was sampled for; None if unknown.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    seed: int | None = None
+
+
+class ReplayEngine:
+    """Serve recorded completions instead of sampling: to debug a trainer without generation, or to train off-line.
+
+    A request is served what was recorded for its prompt and seed. If that seed was not recorded (text dumps know no seeds), the
+    seed picks one of the prompt's completions, the same on any rank and world size. Limits of the request hold: a completion is cut
+    behind the first stop token and at ``max_new_tokens``, as if it had been sampled under them. Temperature, ``top_k`` and ``top_p``
+    have no effect, nor have the policy's weights.
+
+    Args:
+        records: The completions.
+
+    Raises:
+        ValueError: If there are none.
+    """
+
+    def __init__(self, records: Iterable[RecordedCompletion]) -> None:
+        self._of_prompt: dict[tuple[int, ...], list[Completion]] = {}
+        self._of_seed: dict[tuple[tuple[int, ...], int], Completion] = {}
+        self._asleep = False
+        for record in records:
+            self._of_prompt.setdefault(record.prompt_ids, []).append(record.completion)
+            if record.seed is not None:
+                self._of_seed[record.prompt_ids, record.seed] = record.completion
+        if not self._of_prompt:
+            raise ValueError("ReplayEngine needs recorded completions but got none.")
+
+    @classmethod
+    def from_jsonl(
+        cls, path: str | os.PathLike[str], *, encode: Callable[[str], Sequence[int]] | None = None, eos_token_id: int | None = None
+    ) -> "ReplayEngine":
+        """Read a file of one JSON object per completion.
+
+        Rows are those of :class:`RecordingEngine`, or texts as verl (``input``, ``output``) and TRL (``prompt``, ``completion``) dump
+        them. Texts are tokenized again, and their log-probs are NaN: let the trainer compute old log-probs, and correct for no mismatch.
+
+        Args:
+            path: The file.
+            encode: The tokenizer's ``encode``, without special tokens; needed for texts.
+            eos_token_id: Appended to the completions of texts, which leave it out.
+
+        Raises:
+            ValueError: If a row is neither of these; the message names its line.
+        """
+        return cls(_read_records(Path(path), encode, eos_token_id))
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, on_progress: ProgressCallback | None = None
+    ) -> list[Completion]:
+        """Return the recorded completion of each request.
+
+        Args:
+            requests: Prompts and seeds.
+            sampling: ``max_new_tokens`` and ``stop_token_ids`` are in effect.
+            on_progress: Called once per completion.
+
+        Raises:
+            ValueError: If a prompt is empty or was not recorded.
+            RuntimeError: If the engine sleeps.
+        """
+        if self._asleep:
+            raise RuntimeError("The engine sleeps and cannot generate. Call wake() first.")
+        completions = []
+        for index, request in enumerate(requests):
+            if not request.prompt_ids:
+                raise ValueError(f"Prompt {index} is empty but a prompt needs at least one token.")
+            completion = _cut(self._find(index, request), sampling)
+            if on_progress is not None:
+                on_progress(1, len(completion.token_ids))
+            completions.append(completion)
+        return completions
+
+    def _find(self, index: int, request: RolloutRequest) -> Completion:
+        prompt = tuple(request.prompt_ids)
+        recorded = self._of_prompt.get(prompt)
+        if recorded is None:
+            raise ValueError(
+                f"Prompt {index} ({len(prompt)} tokens, beginning with {list(prompt[:8])}) was not recorded; there are completions of "
+                f"{len(self._of_prompt)} other prompts. Replay with the prompts and the tokenizer of the recorded run."
+            )
+        return self._of_seed.get((prompt, request.seed), recorded[request.seed % len(recorded)])
+
+    def update_weights(self, weights: WeightStream) -> None:
+        """Consume the weights without effect."""
+        for _ in weights:
+            pass
+
+    def sleep(self) -> None:
+        """Refuse to generate until :meth:`wake`."""
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Serve again."""
+        self._asleep = False
+
+
+class RecordingEngine:
+    """Pass everything on to another engine, and append what it samples to a file for :class:`ReplayEngine`.
+
+    Args:
+        engine: What samples.
+        path: JSONL file; rows are appended after every :meth:`generate`. Each rank needs a file of its own.
+    """
+
+    def __init__(self, engine: RolloutEngine, path: str | os.PathLike[str]) -> None:
+        self.engine = engine
+        self.path = Path(path)
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, on_progress: ProgressCallback | None = None
+    ) -> list[Completion]:
+        """Sample with the other engine, and append prompts, seeds and completions to the file."""
+        completions = self.engine.generate(requests, sampling, on_progress)
+        rows = [
+            {
+                "prompt_ids": list(request.prompt_ids),
+                "seed": request.seed,
+                "token_ids": completion.token_ids,
+                "log_probs": completion.log_probs,
+                "finish_reason": completion.finish_reason,
+            }
+            for request, completion in zip(requests, completions)
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        return completions
+
+    def update_weights(self, weights: WeightStream) -> None:
+        """Pass the weights on."""
+        self.engine.update_weights(weights)
+
+    def sleep(self) -> None:
+        """Let the other engine sleep."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Wake the other engine."""
+        self.engine.wake()
+
+
+def _cut(completion: Completion, sampling: SamplingParams) -> Completion:
+    """End a completion where the given limits would have ended it."""
+    for length, token in enumerate(completion.token_ids[: sampling.max_new_tokens], start=1):
+        if token in sampling.stop_token_ids:
+            return Completion(completion.token_ids[:length], completion.log_probs[:length], "stop")
+    if len(completion.token_ids) > sampling.max_new_tokens:
+        return Completion(completion.token_ids[: sampling.max_new_tokens], completion.log_probs[: sampling.max_new_tokens], "length")
+    return completion
+
+
+def _read_records(path: Path, encode: Callable[[str], Sequence[int]] | None, eos_token_id: int | None) -> Iterator[RecordedCompletion]:
+    with path.open() as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{place}: expected a JSON object but {error}.") from None
+                yield _record(row, place, encode, eos_token_id)
+
+
+def _record(row: Any, place: str, encode: Callable[[str], Sequence[int]] | None, eos_token_id: int | None) -> RecordedCompletion:
+    keys = sorted(row) if isinstance(row, Mapping) else []
+    if {"prompt_ids", "token_ids"} <= set(keys):
+        tokens = [int(token) for token in row["token_ids"]]
+        log_probs = [float(value) for value in row.get("log_probs", [math.nan] * len(tokens))]
+        if len(log_probs) != len(tokens):
+            raise ValueError(f"{place}: {len(tokens)} token_ids need as many log_probs but there are {len(log_probs)}.")
+        reason = row.get("finish_reason", "stop")
+        return RecordedCompletion(tuple(row["prompt_ids"]), Completion(tokens, log_probs, reason), row.get("seed"))
+    for prompt, completion in (("prompt", "completion"), ("input", "output")):
+        if prompt in keys and completion in keys:
+            if encode is None:
+                raise ValueError(f"{place} holds text. Pass encode=tokenizer.encode so that it can be turned into token ids.")
+            tokens = [*encode(row[completion]), *([] if eos_token_id is None else [eos_token_id])]
+            return RecordedCompletion(tuple(encode(row[prompt])), Completion(tokens, [math.nan] * len(tokens), "stop"))
+    raise ValueError(f"{place}: expected prompt_ids and token_ids, prompt and completion, or input and output, but got {keys}.")
