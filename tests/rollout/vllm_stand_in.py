@@ -34,11 +34,23 @@ class LLM:
     """An engine in this process."""
 
     def __init__(
-        self, model: str, *, tensor_parallel_size: int = 1, distributed_executor_backend: str | None = None, dtype: str = "auto",
-        gpu_memory_utilization: float = 0.9, enforce_eager: bool = False, enable_sleep_mode: bool = False,
-        skip_tokenizer_init: bool = False, generation_config: str = "auto", logprobs_mode: str = "raw_logprobs", seed: int = 0, max_model_len: int | None = None,
-        max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: str,
+        *,
+        tensor_parallel_size: int = 1,
+        distributed_executor_backend: str | None = None,
+        dtype: str = "auto",
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,
+        enable_sleep_mode: bool = False,
+        skip_tokenizer_init: bool = False,
+        generation_config: str = "auto",
+        logprobs_mode: str = "raw_logprobs",
+        seed: int = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+    ) -> None:
         self.arguments = {name: value for name, value in locals().items() if name != "self"}
         self.model = toy_llama(0)
         self.calls: list[str] = []
