@@ -14,7 +14,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -24,11 +23,13 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_rlbatch.distributed.mesh import Meshes, build_meshes, check_world
+from lightning_rlbatch.strategies.atomic import AtomicCheckpointIO
+from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
 from lightning_rlbatch.strategies.precision import fsdp_precision, mixed_precision_policy
 from lightning_rlbatch.strategies.sharding import broadcast_parameters, require_sharded, shard, shardable_roots
 
 
-class RLBatchFSDPStrategy(ModelParallelStrategy):
+class RLBatchFSDPStrategy(CheckpointingStrategy):
     """Shard parameters, gradients and optimizer states over all ranks; share samples inside sequence-parallel groups.
 
     The world is ``data_parallel x sequence_parallel``; FSDP2 shards over all of it, or over
@@ -45,6 +46,7 @@ class RLBatchFSDPStrategy(ModelParallelStrategy):
         reshard_after_forward: Free gathered block parameters between forward and backward (saves memory, gathers twice).
         cpu_offload: Keep parameters, gradients and optimizer states in host memory.
         save_distributed_checkpoint: True writes a folder with one file per rank, False one ordinary file.
+        load_weights_only: False trusts checkpoints that hold other objects than tensors and plain values.
         process_group_backend: Backend; None takes NCCL on CUDA and gloo on CPU.
         timeout: How long a collective waits before it fails.
         accelerator: Set by the Trainer.
@@ -72,6 +74,7 @@ class RLBatchFSDPStrategy(ModelParallelStrategy):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         save_distributed_checkpoint: bool = False,
+        load_weights_only: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         accelerator: Accelerator | None = None,
@@ -93,6 +96,8 @@ class RLBatchFSDPStrategy(ModelParallelStrategy):
         self.wrap_cls = wrap_cls
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
+        self.load_weights_only = load_weights_only
+        self.checkpoint_io = AtomicCheckpointIO()
         if accelerator is not None:
             self.accelerator = accelerator
         self.parallel_devices = parallel_devices

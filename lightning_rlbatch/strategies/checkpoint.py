@@ -1,0 +1,107 @@
+"""The checkpoint methods of the strategy: one ordinary file, or a folder with one file per rank; never half of either."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_rlbatch.strategies.atomic import beside, discard, is_local, publish
+from lightning_rlbatch.strategies.sharded import (
+    METADATA,
+    load_sharded_state,
+    save_sharded_state,
+    sharded_model_state,
+    sharded_optimizer_state,
+)
+from lightning_rlbatch.strategies.state import full_model_state, full_optimizer_state, load_full_model_state, load_full_optimizer_state
+
+
+class CheckpointingStrategy(ModelParallelStrategy):
+    """Saves and loads sharded models and optimizers.
+
+    A single file holds what any Lightning checkpoint holds: it loads under another world size, HSDP or not, under DDP and one device,
+    and with ``load_from_checkpoint``. A folder is written and read in parallel and loads under any world size of this strategy.
+    Both become visible under their name only when they are complete and on disk.
+
+    Attributes:
+        load_weights_only: False trusts checkpoints that hold other objects than tensors and plain values (Lightning drops the
+            ``weights_only`` argument of ``fit`` for strategies that restore after setup).
+    """
+
+    load_weights_only = True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        if self._save_distributed_checkpoint:
+            return sharded_model_state(self.model)
+        return full_model_state(self.model, keep=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self._save_distributed_checkpoint:
+            return sharded_optimizer_state(self.model, optimizer)
+        return full_optimizer_state(optimizer, keep=self.is_global_zero)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        path = Path(self.broadcast(filepath)) if is_local(filepath) else filepath
+        if not self._save_distributed_checkpoint:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        if storage_options is not None or not isinstance(path, Path):
+            raise ValueError(
+                f"A sharded checkpoint is a folder of a local or shared file system, without storage_options, but got {filepath!r}."
+                " Pass save_distributed_checkpoint=False to write one file anywhere."
+            )
+        new = beside(path, "new")
+        if self.is_global_zero:
+            discard(new)
+            new.mkdir(parents=True)
+        self.barrier()
+        save_sharded_state(checkpoint, new, is_coordinator=self.is_global_zero)
+        self.barrier()
+        if self.is_global_zero:
+            publish(new, path)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path)) if is_local(checkpoint_path) else checkpoint_path
+        assert self.model is not None
+        assert self.lightning_module is not None
+        strict, optimizers = self.lightning_module.strict_loading, self.optimizers
+        weights_only = self.load_weights_only if weights_only is None else weights_only
+        if isinstance(path, Path) and (path / METADATA).is_file():
+            meta: dict[str, Any] = torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
+            self._require_optimizer_states(meta, path)
+            load_sharded_state(path, self.model, optimizers, meta, strict=strict)
+            return meta
+        if isinstance(path, Path):
+            if not path.is_file():
+                raise FileNotFoundError(f"No checkpoint at {path}: expected a file, or a folder with {METADATA} (a sharded checkpoint).")
+            checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        else:
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        self._require_optimizer_states(checkpoint, path)
+        load_full_model_state(self.model, checkpoint.pop("state_dict"), strict=strict)
+        for optimizer, state in zip(optimizers, checkpoint.pop("optimizer_states", [])):
+            load_full_optimizer_state(optimizer, state)
+        return checkpoint
+
+    def _require_optimizer_states(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:
+        stored = len(checkpoint.get("optimizer_states", []))
+        if self.optimizers and stored != len(self.optimizers):
+            raise KeyError(
+                f"{path} holds the states of {stored} optimizers but training needs {len(self.optimizers)}; save_weights_only leaves them"
+                " out. Resume from a full checkpoint, or load the weights with load_from_checkpoint and train without ckpt_path."
+            )

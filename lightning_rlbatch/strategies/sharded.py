@@ -1,0 +1,133 @@
+"""Save and load states as a folder with one file per rank, through ``torch.distributed.checkpoint``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_rlbatch.strategies.atomic import save_file, sync_folder
+from lightning_rlbatch.strategies.state import check_names, param_groups, parameters_by_id, reshard
+
+METADATA = "meta.pt"  # the name under which Lightning's own tools (consolidate_checkpoint) look for it
+_MODEL = "state_dict"
+_EXTRA = "extra_state"  # entries of the model's state dict that are no tensors
+
+
+def sharded_model_state(module: nn.Module) -> dict[str, Any]:
+    """Return this rank's shards of a module's state dict.
+
+    Args:
+        module: The LightningModule.
+    """
+    reshard(module)
+    return dict(module.state_dict())
+
+
+def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return this rank's shards of an optimizer's state, by parameter name.
+
+    Args:
+        module: The LightningModule, for the names.
+        optimizer: One of its optimizers.
+
+    Returns:
+        ``state`` holds tensors, ``other_state`` the entries that are none, ``param_groups`` the options of each group.
+    """
+    names = _names(module)
+    state: dict[str, dict[str, Any]] = {}
+    other: dict[str, dict[str, Any]] = {}
+    for _, parameter in parameters_by_id(optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            (state if isinstance(value, Tensor) else other).setdefault(names[id(parameter)], {})[key] = value
+    return {"state": state, "other_state": other, "param_groups": param_groups(optimizer)}
+
+
+def save_sharded_state(checkpoint: dict[str, Any], folder: Path, *, is_coordinator: bool) -> None:
+    """Write a checkpoint into an empty folder; collective.
+
+    Args:
+        checkpoint: A Lightning checkpoint whose states come from the functions above.
+        folder: Exists on every rank.
+        is_coordinator: True on the one rank that writes what all ranks hold.
+    """
+    rest = dict(checkpoint)
+    tensors: dict[str, Any] = {_MODEL: {}}
+    extra = {}
+    for name, value in rest.pop(_MODEL).items():
+        (tensors[_MODEL] if isinstance(value, Tensor) else extra)[name] = value
+    optimizers = []
+    for index, optimizer in enumerate(rest.pop("optimizer_states", [])):
+        tensors[f"optimizer_{index}"] = {"state": optimizer["state"]}
+        optimizers.append({key: value for key, value in optimizer.items() if key != "state"})
+    dcp.save(tensors, checkpoint_id=str(folder))
+    if is_coordinator:
+        save_file({**rest, _EXTRA: extra, "optimizer_states": optimizers}, folder / METADATA)
+        sync_folder(folder)
+
+
+def load_sharded_state(folder: Path, module: nn.Module, optimizers: list[Optimizer], meta: Mapping[str, Any], *, strict: bool) -> None:
+    """Load a folder into a module and its optimizers, whatever the world size that wrote it; collective.
+
+    Args:
+        folder: What :func:`save_sharded_state` wrote.
+        module: The LightningModule.
+        optimizers: Its optimizers; none if only the model is wanted.
+        meta: Content of the folder's metadata file.
+        strict: Whether the module's names must all be in the checkpoint and the other way round.
+
+    Raises:
+        RuntimeError: Names disagree; names some of them.
+    """
+    reshard(module)
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    check_names(module, own.keys(), {key.removeprefix(f"{_MODEL}.") for key in stored if key.startswith(f"{_MODEL}.")}, strict=strict)
+    wanted: dict[str, Tensor] = {f"{_MODEL}.{name}": value for name, value in own.items() if f"{_MODEL}.{name}" in stored}
+    names = _names(module)
+    states = []
+    for index, optimizer in enumerate(optimizers):
+        state: dict[int, dict[str, Any]] = {}
+        by_name = _optimizer_keys(stored, f"optimizer_{index}.state.", set(names.values()))
+        for number, parameter in parameters_by_id(optimizer):
+            name = names[id(parameter)]
+            tensors = {key: _empty(stored[full], parameter) for key, full in by_name.get(name, {}).items()}
+            wanted |= {by_name[name][key]: value for key, value in tensors.items()}
+            if entries := tensors | meta["optimizer_states"][index]["other_state"].get(name, {}):
+                state[number] = entries
+        states.append(state)
+    with torch.no_grad():
+        dcp.load(wanted, checkpoint_id=str(folder))
+    for optimizer, state, rest in zip(optimizers, states, meta["optimizer_states"]):
+        optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+    if extra := meta.get(_EXTRA):
+        module.load_state_dict(extra, strict=False)
+
+
+def _optimizer_keys(stored: Mapping[str, Any], prefix: str, names: set[str]) -> dict[str, dict[str, str]]:
+    """Return for each parameter its state's names, and the keys under which they are stored."""
+    found: dict[str, dict[str, str]] = {}
+    for key in stored:
+        if key.startswith(prefix):
+            name, _, entry = key.removeprefix(prefix).rpartition(".")
+            if name in names:
+                found.setdefault(name, {})[entry] = key
+    return found
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _empty(stored: Any, parameter: Tensor) -> Tensor:
+    """Return a tensor to load into, sharded like the parameter if it has its shape."""
+    assert isinstance(stored, TensorStorageMetadata)
+    dtype = stored.properties.dtype
+    if isinstance(parameter, DTensor) and stored.size == parameter.shape and len(stored.size):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(stored.size, dtype=dtype)
