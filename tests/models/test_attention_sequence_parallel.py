@@ -52,7 +52,7 @@ def test_loss_gradients_and_norm_equal_the_plain_step_for_every_family_and_total
         groups = sp_groups(dp_size)
         return {name: case.errors(groups) for name, case in cases.items()}
 
-    assert_small(run_distributed(work, world_size))
+    assert_small(run_distributed(work, world_size, timeout=240.0, pg_timeout=60.0))
 
 
 def test_activation_checkpointing_repeats_the_collectives_and_changes_nothing():
