@@ -160,18 +160,30 @@ class RLBatchModule(pl.LightningModule):
                 " Use RolloutDataModule, ReplayDataModule or SFTDataModule, or yield MiniBatch from your own loader."
             )
         denominators = self.count(batch)
-        scale = gradient_scale(self.meshes, averages_over(self.trainer))
-        sums: dict[str, Tensor | float] = {}
-        for micro_batches, step in self.backward_passes(batch, denominators):
-            last = len(micro_batches) - 1
-            for index, micro_batch in enumerate(micro_batches):
-                with nullcontext() if index == last else self._deferred_gradient_sync():
-                    output = step(micro_batch, denominators)
-                    self.manual_backward(output.loss * scale)
-                accumulate(sums, {"train/loss": (output.loss.detach(), 0.0), **output.sums})
+        sums = self._accumulate_gradients(batch, denominators)
         self._empty_step = bool(denominators.num_tokens == 0)
         self._optimizer_step()
         self._log_step(sums, batch, denominators)
+
+    def _accumulate_gradients(self, batch: MiniBatch, denominators: Denominators) -> dict[str, Tensor | float]:
+        """Run every micro-batch forward and backward; return the sums of metrics."""
+        scale = gradient_scale(self.meshes, averages_over(self.trainer))
+        sums: dict[str, Tensor | float] = {}
+        passes = self.backward_passes(batch, denominators)
+        # DDP reduces once per step, in a backward pass that reaches every parameter: the passes' last losses go through it together.
+        joined: list[Tensor] = []
+        joins = isinstance(self.trainer.strategy, DDPStrategy)
+        for number, (micro_batches, step) in enumerate(passes, start=1):
+            for index, micro_batch in enumerate(micro_batches, start=1):
+                is_last = index == len(micro_batches)
+                with nullcontext() if is_last else self._deferred_gradient_sync():
+                    output = step(micro_batch, denominators)
+                    if joins and is_last and number < len(passes):
+                        joined.append(output.loss)
+                    else:
+                        self.manual_backward(sum(joined if is_last else [], output.loss) * scale)
+                accumulate(sums, {"train/loss": (output.loss.detach(), 0.0), **output.sums})
+        return sums
 
     def count(self, batch: MiniBatch) -> Denominators:
         """Count tokens and sequences of the whole mini-batch: one small all-reduce over data-parallel ranks.
