@@ -63,12 +63,11 @@ class Step:
         weights = shard_sequence(batch["weights"], group)
         loss = self.loss(token_terms(logits, self.labels(batch, group), weights), batch, group, dp_size, total_tokens)
         parameters = dict(model.named_parameters())
-        gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()))))
-        reported = loss.detach().clone()
-        for value in (reported, *gradients.values()):
-            dist.all_reduce(value)
-            value /= dist.get_world_size()
-        return float(reported), gradients
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        flat = torch.cat([loss.detach().view(1), *(gradient.flatten() for gradient in gradients)])
+        dist.all_reduce(flat)
+        reported, *averaged = torch.split(flat / dist.get_world_size(), [1, *(gradient.numel() for gradient in gradients)])
+        return float(reported), {name: part.view_as(parameters[name]) for name, part in zip(parameters, averaged)}
 
 
 def plain_step(model, batches):
