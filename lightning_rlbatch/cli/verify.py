@@ -1,0 +1,164 @@
+"""``rlbatch verify``: check on the configured policy that packing, padding and sequence parallelism change no number."""
+
+import argparse
+import functools
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
+from lightning_rlbatch.cli.run_config import RunConfig, run_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lightning_rlbatch.testing.parity import ParityReport
+
+
+def main(arguments: list[str]) -> int:
+    """Run the subcommand.
+
+    Args:
+        arguments: After ``verify``.
+
+    Returns:
+        0, 1 if a layout differs beyond the tolerance or cannot run, 2 if the configuration cannot be read or has no policy.
+    """
+    options, overrides = _parser().parse_known_args(arguments)
+    errors = Console(stderr=True)
+    try:
+        files = [part for path in options.config for part in ("--config", path)]
+        run = run_config(read_config([*files, *overrides]))
+        if run.model.get("policy") is None:
+            raise ConfigFileError("The configuration has no model.init_args.policy to verify.")
+        report = verify(run, options)
+    except ConfigFileError as error:
+        errors.print(Text(str(error), style="bold red"))
+        return 2
+    except (ValueError, RuntimeError, AssertionError) as error:  # a layout that cannot run at all
+        errors.print(Text(str(error), style="bold red"))
+        return 1
+    if options.json:
+        print(json.dumps(report_json(report), indent=2))
+    else:
+        show(report, Console())
+    return 0 if report.passed else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlbatch verify",
+        description="Compare log-probs, entropies and gradients of the configured policy: each sample alone, padded, packed, and shared by"
+        " sequence-parallel ranks, on the CPU. Overrides are written as for fit.",
+    )
+    parser.add_argument("-c", "--config", action="append", default=[], help="configuration file; several are merged")
+    parser.add_argument("--sp", type=int, help="sequence-parallel size (default: the configuration's)")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
+    parser.add_argument("--lengths", default="13,1,6,2,9", help="tokens of the random samples (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random tokens")
+    parser.add_argument("--tolerance", type=float, help="largest relative error (default: 1e-5 in fp32)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the ranks may take")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def verify(run: RunConfig, options: argparse.Namespace) -> "ParityReport":
+    """Run the comparison on the CPU, with forked ranks.
+
+    Args:
+        run: The configuration.
+        options: As parsed.
+
+    Raises:
+        ValueError: The lengths are no numbers, or the model cannot be run in one of the layouts.
+    """
+    import torch
+
+    from lightning_rlbatch.testing.parity import compare_layouts, random_batch
+
+    if not all(part.strip().isdigit() for part in options.lengths.split(",")):
+        raise ValueError(f"--lengths must be whole numbers with commas between them but is {options.lengths!r}.")
+    torch.set_num_threads(1)  # before the first computation: forked ranks of a multi-threaded parent hang in OpenMP
+    model = build_policy(run.model.get("policy"))
+    temperature = run.model.get("temperature", 1.0)
+    batch = random_batch(model.config.get_text_config().vocab_size, [int(part) for part in options.lengths.split(",")], options.seed)
+    print(f"Verifying {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters ...", file=sys.stderr)
+    return compare_layouts(
+        model,
+        batch,
+        options.sp or run.sp_size,
+        dp_size=options.dp,
+        temperature=float(temperature),
+        tolerance=options.tolerance,
+        timeout=options.timeout,
+    )
+
+
+def build_policy(source: Any) -> "PreTrainedModel":
+    """Make the policy as the module would.
+
+    Args:
+        source: As configured: a folder, a hub name, an import path, or a ``class_path`` with ``init_args``.
+    """
+    from lightning_rlbatch.data.sources import import_callable
+    from lightning_rlbatch.modules.model_sources import load_model
+
+    if not isinstance(source, dict):
+        return load_model(source)
+    maker = import_callable(str(source.get("class_path")))
+    if maker is None:
+        raise ValueError(f"policy.class_path={source.get('class_path')!r} is no import path of a class or function.")
+    made = functools.partial(maker, **(source.get("init_args") or {}))
+    return load_model(lambda: _call_until_model(made))
+
+
+def _call_until_model(maker: Any) -> Any:
+    """A ``class_path`` names the model's class, a function that makes it, or a class whose objects make it."""
+    made = maker()
+    return made() if callable(made) and not hasattr(made, "config") else made
+
+
+def report_json(report: "ParityReport") -> dict[str, Any]:
+    """Return a report as JSON-ready data.
+
+    Args:
+        report: Of the comparison.
+    """
+    names = ("layout", "log_probs", "entropy", "gradient", "parameter", "norm", "worst")
+    return {
+        "passed": report.passed,
+        "tolerance": report.tolerance,
+        "layouts": [{name: getattr(row, name) for name in names} for row in report.rows],
+    }
+
+
+def show(report: "ParityReport", console: Console) -> None:
+    """Print a report.
+
+    Args:
+        report: Of the comparison.
+        console: Where.
+    """
+    table = Table(
+        title=f"Largest relative error against each sample alone (tolerance {report.tolerance:g})",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    table.add_column("layout", no_wrap=True)
+    for name in ("log-probs", "entropy", "gradient", "grad norm", "verdict"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("worst parameter")
+    for row in report.rows:
+        good = row.worst <= report.tolerance
+        verdict = Text("same" if good else "DIFFERS", style="green" if good else "bold red")
+        numbers = [f"{value:.1e}" for value in (row.log_probs, row.entropy, row.gradient, row.norm)]
+        table.add_row(row.layout, *numbers, verdict, row.parameter)
+    console.print(table)
+    if not report.passed:
+        console.print(Text("Not every layout computes the same: do not train this model in a layout that differs.", style="bold red"))
