@@ -24,6 +24,8 @@ OPTIONS = (
     ("micro_batch_size", "data", "update", "samples of a micro-batch (static)"),
     ("log_prob_max_tokens_per_rank", "data", "log-probs", "budget of forward-only passes"),
     ("log_prob_micro_batch_size", "data", "log-probs", "samples per micro-batch of forward-only passes"),
+    ("critic_max_tokens_per_rank", "data", "critic", "budget of the critic's passes"),
+    ("critic_micro_batch_size", "data", "critic", "samples per micro-batch of the critic's passes"),
     ("balance", "data", "all", "which rank gets which samples"),
     ("equal_size", "data", "all", "every rank gets as many samples, plus or minus one"),
     ("planner", "data", "all", "global plan, or the two-layer baseline"),
@@ -209,12 +211,12 @@ def _micro_sizes(run: RunConfig, samples_per_rank: int | None, num_micro_steps: 
             sizes["tokens of a micro-batch, at most"] = f"{micro * longest} = {micro} x {longest}"
             sizes["tokens on one GPU, at most"] = str(-(-micro * longest // sp))
         sizes["gradient accumulation (micro-steps)"] = "by the rollouts" if num_micro_steps is None else str(num_micro_steps)
-    scoring = run.data.number("log_prob_max_tokens_per_rank")
-    if scoring is not None:
-        sizes["tokens of a log-prob micro-batch, at most"] = str(scoring * sp)
-    scored = run.data.number("log_prob_micro_batch_size")
-    if scored is not None:
-        sizes["samples of a log-prob micro-batch"] = str(scored)
+    for role, name in (("log-prob", "log_prob"), ("critic", "critic")):
+        tokens, samples = run.data.number(f"{name}_max_tokens_per_rank"), run.data.number(f"{name}_micro_batch_size")
+        if tokens is not None:
+            sizes[f"tokens of a {role} micro-batch, at most"] = str(tokens * sp)
+        if samples is not None:
+            sizes[f"samples of a {role} micro-batch"] = str(samples)
     return sizes
 
 
@@ -261,6 +263,8 @@ def _stand_in(run: RunConfig, option: str) -> str | None:
     other = {
         "log_prob_max_tokens_per_rank": "max_tokens_per_rank",
         "log_prob_micro_batch_size": "micro_batch_size",
+        "critic_max_tokens_per_rank": "max_tokens_per_rank",
+        "critic_micro_batch_size": "micro_batch_size",
         "max_tokens_per_rank": "micro_batch_size",
         "micro_batch_size": "max_tokens_per_rank",
     }.get(option)

@@ -3,7 +3,8 @@
 from lightning_rlbatch.cli.findings import Findings, note, refused, without_effect
 from lightning_rlbatch.cli.run_config import RunConfig
 
-BUDGETS = ("max_tokens_per_rank", "log_prob_max_tokens_per_rank")
+BUDGETS = ("max_tokens_per_rank", "log_prob_max_tokens_per_rank", "critic_max_tokens_per_rank")
+_COUNTS = ("micro_batch_size", "log_prob_micro_batch_size", "critic_micro_batch_size")
 _POSITIVE = (
     "train_batch_size",
     "mini_batch_size",
@@ -13,6 +14,8 @@ _POSITIVE = (
     "micro_batch_size",
     "log_prob_max_tokens_per_rank",
     "log_prob_micro_batch_size",
+    "critic_max_tokens_per_rank",
+    "critic_micro_batch_size",
     "max_prompt_length",
     "max_response_length",
     "val_batch_size",
@@ -56,13 +59,14 @@ def _check_one_budget(run: RunConfig) -> Findings:
         )
     elif tokens is None and samples is None:
         yield refused("max_tokens_per_rank", "micro_batch_size", text=f"Set max_tokens_per_rank or micro_batch_size. {advice}")
-    for ours, other, wanted in (
-        (tokens, "log_prob_micro_batch_size", "log_prob_max_tokens_per_rank"),
-        (samples, "log_prob_max_tokens_per_rank", "log_prob_micro_batch_size"),
-    ):
-        if ours is not None and data.get(other) is not None:
-            base = "max_tokens_per_rank" if wanted.endswith("rank") else "micro_batch_size"
-            yield refused(other, text=f"`{other}`={data.get(other)} does not go with {base}: set {wanted} instead, or drop it.")
+    for decides, refused_names, wanted in ((BUDGETS[0], _COUNTS[1:], BUDGETS[1:]), (_COUNTS[0], BUDGETS[1:], _COUNTS[1:])):
+        for name, instead in zip(refused_names, wanted):
+            if data.get(decides) is not None and data.get(name) is not None:
+                yield refused(name, text=f"`{name}`={data.get(name)} does not go with {decides}: set {instead} instead, or drop it.")
+    trunk = run.model.get("critic") not in (None, "shared")
+    for name in (BUDGETS[2], _COUNTS[2]):
+        if data.get(name) is not None and "PPOModule" in run.model.ancestors and not trunk:
+            yield refused(name, text=f"`{name}` needs a critic with a trunk of its own, but critic is {run.model.get('critic')}. Drop it.")
 
 
 def _check_ranks(run: RunConfig) -> Findings:

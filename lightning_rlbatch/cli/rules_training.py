@@ -89,10 +89,14 @@ def _check_critic(run: RunConfig) -> Findings:
     if model.get("critic") is None:
         if estimator == "GAE":
             yield refused("critic", text="The advantage GAE needs values. Set critic (for example to the policy), or use GRPO.")
-        for name in ("critic_lr", "value_coefficient", "value_clip"):
-            if model.changed(name):
-                yield without_effect(name, "there is no critic. Set `critic`, or drop it.")
-    elif estimator in _NEEDS_GROUPS:
+        for name in ("critic_lr", "value_clip"):
+            if model.get(name) is not None:
+                yield refused(name, text=f"{name}={model.get(name)} has no effect without a critic. Set critic, or drop {name}.")
+        if model.changed("value_coefficient"):
+            yield without_effect("value_coefficient", "there is no critic. Set `critic`, or drop it.")
+    elif model.get("critic") == "shared" and model.get("critic_lr") is not None:
+        yield refused("critic_lr", text="critic_lr has no effect with critic: shared, which trains with the policy. Drop critic_lr.")
+    if model.get("critic") is not None and estimator in _NEEDS_GROUPS:
         yield note("critic", text=f"{estimator} does not use values: the critic is trained and paid for, but does not change the policy.")
     if estimator in _NEEDS_GROUPS and run.data.has("rollouts_per_prompt") and run.data.get("rollouts_per_prompt") == 1:
         yield note(
@@ -135,6 +139,10 @@ def _check_losses(run: RunConfig) -> Findings:
 def _check_rollouts(run: RunConfig) -> Findings:
     model, data = run.model, run.data
     temperature = model.get("temperature")
+    for name in ("kl_coefficient", "value_coefficient", "overlong_factor", "max_sampling_rounds"):
+        value, least = model.get(name), int(name == "max_sampling_rounds")
+        if isinstance(value, int | float) and value < least:
+            yield refused(name, text=f"`{name}` must be at least {least} but is {value}.")
     if isinstance(temperature, int | float) and temperature <= 0:
         yield refused("temperature", text=f"`temperature` must be positive but is {temperature}: rollouts to learn from must be sampled.")
     limit, prompts, group = model.number("max_rollout_batch_size"), data.number("train_batch_size"), data.number("rollouts_per_prompt")

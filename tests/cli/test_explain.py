@@ -26,6 +26,8 @@ MIS_SET = {
         "refused",
         "set log_prob_micro_batch_size",
     ),
+    "critic_max_tokens_per_rank": ({"data": {"critic_max_tokens_per_rank": 2048}}, "refused", "needs a critic"),
+    "critic_micro_batch_size": ({"data": {"critic_micro_batch_size": 2}}, "refused", "set critic_max_tokens_per_rank instead"),
     "max_tokens_per_rank": ({"data": {"max_tokens_per_rank": 400}}, "refused", "Raise max_tokens_per_rank to 512"),
     "remove_padding": (
         {"model": {"remove_padding": False}, "strategy": {"sequence_parallel_size": 2}},
@@ -110,6 +112,10 @@ def test_all_errors_are_reported_at_once_and_the_exit_code_is_1(tmp_path, capsys
         ({"model": {"reward_weights": [1.0, 2.0]}}, "2 reward_weights for 1 reward_functions"),
         ({"model": {"advantage": {"class_path": "lightning_rlbatch.functional.GAE"}}}, "GAE needs values"),
         ({"model": {"loss_norm_constant": 5.0}}, "loss_norm_constant=5.0"),
+        ({"model": {"critic_lr": 1e-5}}, "critic_lr=1e-05 has no effect without a critic"),
+        ({"model": {"value_clip": 0.2}}, "value_clip=0.2 has no effect without a critic"),
+        ({"model": {"critic": "shared", "critic_lr": 1e-5}}, "trains with the policy"),
+        ({"model": {"kl_coefficient": -1.0}}, "at least 0 but is -1.0"),
         ({"strategy": {"sequence_parallel": 2}}, "Did you mean `sequence_parallel_size`"),
     ],
 )
@@ -121,8 +127,7 @@ def test_a_wrong_name_type_or_combination_is_refused_by_name(change, message):
 @pytest.mark.parametrize(
     ("change", "option"),
     [
-        ({"model": {"critic_lr": 1e-5}}, "critic_lr"),
-        ({"model": {"value_clip": 0.2}}, "value_clip"),
+        ({"model": {"value_coefficient": 0.1}}, "value_coefficient"),
         ({"model": {"kl_kind": "k2"}}, "kl_kind"),
         ({"data": {"val_rollouts_per_prompt": 4}}, "val_rollouts_per_prompt"),
         ({"model": {"policy_loss": {"class_path": "lightning_rlbatch.functional.PPOClip", "init_args": {"clip_low": 0.1}}},
