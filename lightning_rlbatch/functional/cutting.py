@@ -7,7 +7,7 @@ import numpy as np
 
 from lightning_rlbatch.functional.balancing import karmarkar_karp
 from lightning_rlbatch.functional.plan_input import PlanInput
-from lightning_rlbatch.functional.rows import Bucket, fewest_rows, fill_buckets
+from lightning_rlbatch.functional.rows import Bucket, fewest_rows, fill_buckets, next_num_rows
 from lightning_rlbatch.functional.workload import IntArray
 
 
@@ -75,11 +75,10 @@ def cut_by_differencing(job: PlanInput, units: Bucket, num_buckets: int) -> list
     if job.padded:
         return cut_padded(job, units, num_buckets)
     tokens, work = job.tokens[units], job.work[units]
-    k = needed = min(fewest_rows(tokens, 1, job.budget), max(1, len(units)))
+    k, num_tries = min(fewest_rows(tokens, 1, job.budget), max(1, len(units))), 1
     while not _fits(parts := karmarkar_karp(work, k), tokens, job.budget):
-        k += 1
-        needed = k
-    if num_buckets > needed:
+        k, num_tries = min(next_num_rows(k, num_tries), len(units)), num_tries + 1
+    if num_buckets > k:
         wider = karmarkar_karp(work, min(num_buckets, max(1, len(units))))
         parts = wider if _fits(wider, tokens, job.budget) else parts
     return [[units[i] for i in part] for part in parts]
@@ -92,9 +91,9 @@ def cut_by_load(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket]
     if job.padded:
         return cut_padded(job, units, num_buckets)
     tokens, work = job.tokens[units], job.work[units]
-    k = max(num_buckets, fewest_rows(tokens, 1, job.budget))
+    k, num_tries = max(num_buckets, fewest_rows(tokens, 1, job.budget)), 1
     while (buckets := fill_buckets(tokens, work, k, job.budget)) is None:
-        k += 1
+        k, num_tries = next_num_rows(k, num_tries), num_tries + 1
     return [sorted(units[i] for i in bucket) for bucket in buckets]
 
 
@@ -102,10 +101,13 @@ def _fits(parts: list[Bucket], tokens: IntArray, budget: int) -> bool:
     return all(len(part) <= 1 or int(tokens[part].sum()) <= budget for part in parts)
 
 
-def spread(buckets: list[Bucket], work: IntArray, num_buckets: int) -> list[Bucket]:
-    """Split the heaviest bucket of several units, in order, until there are enough; fillers only if units run out."""
-    buckets = list(buckets)
-    while len(buckets) < num_buckets and any(len(b) > 1 for b in buckets):
+def spread(job: PlanInput, buckets: list[Bucket], num_buckets: int) -> list[Bucket]:
+    """Split the heaviest bucket of several units, in order, until there are enough; fillers only if units run out.
+
+    Static micro-batches keep their size: there only fillers are added.
+    """
+    buckets, work = list(buckets), job.work
+    while job.micro_batch_size is None and len(buckets) < num_buckets and any(len(b) > 1 for b in buckets):
         heaviest = max((b for b in range(len(buckets)) if len(buckets[b]) > 1), key=lambda b: (int(work[buckets[b]].sum()), -b))
         units = buckets[heaviest]
         running = np.cumsum(work[units])

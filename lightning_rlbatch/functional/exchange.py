@@ -204,6 +204,7 @@ def settle(exchange: Exchange, target: IntArray, sizes: tuple[int, ...], max_rou
         max_pairs: Column sets compared in one round at most.
     """
     stage = 0
+    sizes = tuple(size for size in sizes if size <= exchange.members.shape[1])
     for _ in range(max_rounds):
         excess = exchange.load - target
         order = np.argsort(-excess, kind="stable")
@@ -224,7 +225,7 @@ def _settle_round(exchange: Exchange, target: IntArray, heavy: IntArray, partner
     load_h, load_p = exchange.load[parts], exchange.load[others]
     same = exchange.row_of[parts] == exchange.row_of[others]
     ceiling = np.where(same, target[others], exchange.row_maxima()[exchange.row_of[others]])  # up to here the partner costs nothing
-    limit = np.where(same, load_h - 1, ceiling) - load_p
+    limit = np.where(same, load_h - 1, 0 if exchange.equal_size else ceiling) - load_p  # equal sizes are a matter of one row
     excess = load_h - target[parts]
     aim = excess + (np.maximum(ceiling - load_p, 0) - excess) // 8
     aim = np.maximum(np.minimum(aim, np.where(same, (load_h - load_p) // 2, limit)), 1)

@@ -52,12 +52,12 @@ def _step_workload(job: PlanInput, ranks: list[list[Bucket]]) -> int:
 def _cut_each(job: PlanInput, ranks: list[Bucket], k: int, multiple: int) -> list[list[Bucket]]:
     def cut(rank: Bucket, num_buckets: int) -> list[Bucket]:
         if job.micro_batch_size is not None:
-            return chunks(rank, job.units_per_bucket)
+            return chunks(sorted(rank, key=lambda u: (-int(job.work[u]), u)), job.units_per_bucket)
         return cut_padded(job, rank, num_buckets) if job.padded else cut_by_load(job, rank, num_buckets)
 
     needed = max(len(cut(rank, 1)) for rank in ranks)
     k = -(-max(k, needed) // multiple) * multiple
-    plans = [spread(cut(rank, k), job.work, k) for rank in ranks]
+    plans = [spread(job, cut(rank, k), k) for rank in ranks]
     return plans if job.micro_batch_size is not None else [_heaviest_first(job, buckets) for buckets in plans]
 
 

@@ -51,7 +51,7 @@ def plan_rank(
             f"`num_micro_steps` must be at least {needed} for {len(job.lengths)} samples of {int(job.lengths.sum())} tokens but got "
             f"{num_micro_steps}. Reduce `count_micro_steps` by MAX over the data-parallel group."
         )
-    buckets = spread(cut_by_differencing(job, everything, num_micro_steps), job.work, num_micro_steps)
+    buckets = spread(job, cut_by_differencing(job, everything, num_micro_steps), num_micro_steps)
     return job.to_plan([buckets]).assignment[0]
 
 

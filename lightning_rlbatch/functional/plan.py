@@ -11,8 +11,9 @@ from lightning_rlbatch.functional.workload import IntArray
 class BatchPlan:
     """Assignment of the samples of one mini-batch to a grid of ranks and micro-steps.
 
-    Invariants (`check` verifies those that need a search): every sample appears exactly once; every rank has the same number of micro-steps; no
-    micro-batch exceeds the budget, except one that holds a single oversize sample or group under ``oversize="isolate"``.
+    Invariants (`check` verifies those that need a search): every sample appears exactly once; every rank has the same number of
+    micro-steps; no micro-batch exceeds the budget, except one that holds a single oversize sample or group under
+    ``oversize="isolate"``.
 
     A plan is immutable by convention and plain (no dataclass), so that Lightning passes it through unchanged when a batch
     carries it.

@@ -12,10 +12,12 @@ import numpy as np
 
 from lightning_rlbatch.functional.balancing import balanced_partition, karmarkar_karp
 from lightning_rlbatch.functional.cutting import cut_by_differencing, cut_in_order, cut_padded, spread
+from lightning_rlbatch.functional.exchange import Exchange, level, settle
 from lightning_rlbatch.functional.fixed_ranks import cut_ranks
+from lightning_rlbatch.functional.partition_starts import longest_first, to_matrix
 from lightning_rlbatch.functional.plan import BatchPlan
 from lightning_rlbatch.functional.plan_input import Oversize, PlanInput, check_at_least, check_choice, checked_input
-from lightning_rlbatch.functional.rows import Bucket, deal_rows, fewest_rows, group_rows, plan_rows
+from lightning_rlbatch.functional.rows import ROW_TOLERANCE, Bucket, deal_rows, fewest_rows, group_rows, plan_rows
 from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT, Integers
 
 MICRO_STEP_OVERHEAD = 1024  # tokens' worth of linear time that one more micro-step costs
@@ -93,7 +95,7 @@ def plan_mini_batch(
         pack = cut_in_order if planner == "global" and not balance else cut_by_differencing
         ranks = [pack(job, block, 1) for block in blocks]
         k = _round_up(max(min_num_micro_steps, *map(len, ranks)), multiple)
-        return job.to_plan([spread(pack(job, block, k), job.work, k) for block in blocks])
+        return job.to_plan([spread(job, pack(job, block, k), k) for block in blocks])
     if job.micro_batch_size is not None:
         return job.to_plan(_static_rows(job, dp_size, _round_up(min_num_micro_steps, multiple), multiple))
     if job.padded:
@@ -158,22 +160,27 @@ def _blocks(num_units: int, dp_size: int) -> list[Bucket]:
 
 
 def _static_rows(job: PlanInput, dp_size: int, num_rows: int, multiple: int) -> list[list[Bucket]]:
-    """Put the heaviest units into the first row, the next into the second, each row balanced by itself."""
+    """Put the heaviest units into the first row, the next into the second, then balance all rows by exchanges."""
     size = job.units_per_bucket
     k = _round_up(max(num_rows, -(-len(job.work) // (size * dp_size))), multiple)
-    order = np.argsort(-job.work, kind="stable").tolist()
-    rows: list[list[Bucket]] = []
+    order = np.argsort(-job.work, kind="stable")
+    buckets: list[Bucket] = []
     for t in range(k):
         units = order[t * size * dp_size : (t + 1) * size * dp_size]
-        parts = balanced_partition(job.work[units], dp_size, equal_size=True)
-        rows.append([[units[i] for i in part] for part in parts])
-    return deal_rows(rows)
+        buckets += [units[part].tolist() for part in longest_first(job.work[units], dp_size, True)]
+    search = Exchange(np.append(job.work, 0), to_matrix(buckets, len(job.work)), True, num_rows=k)
+    target = (search.load.reshape(k, -1).mean(axis=1) * (1 + ROW_TOLERANCE)).astype(np.int64)[search.row_of]
+    if search.members.shape[1]:
+        level(search, target, 8)
+        settle(search, target, (1, 2) if size <= 16 else (1,), 16)
+    parts = [[u for u in part if u < len(job.work)] for part in search.members.tolist()]
+    return deal_rows([parts[t * dp_size : (t + 1) * dp_size] for t in range(k)])
 
 
 def _padded_rows(job: PlanInput, dp_size: int, num_rows: int, multiple: int) -> list[list[Bucket]]:
     """Cut all units in order of length, then make consecutive buckets of similar cost a row."""
     units = list(range(len(job.longest)))
     k = _round_up(max(num_rows, -(-len(cut_padded(job, units, 1)) // dp_size)), multiple)
-    buckets = spread(cut_padded(job, units, k * dp_size), job.work, k * dp_size)
+    buckets = spread(job, cut_padded(job, units, k * dp_size), k * dp_size)
     load = np.array([len(b) * job.group_size * int(job.heaviest[b].max()) if b else 0 for b in buckets])
     return deal_rows(group_rows(buckets, load, dp_size))

@@ -22,7 +22,7 @@ Bucket = list[int]
 def fewest_rows(tokens: IntArray, dp_size: int, budget: int) -> int:
     """Return a lower bound on the number of micro-steps.
 
-    The tokens must fit, and so must the units longer than half the budget, of which a bucket holds one.
+    The tokens must fit; and for every q, a bucket holds at most q of the units longer than budget / (q + 1).
 
     Args:
         tokens: ``[U]``, int64, tokens per unit; more than the budget counts as the budget.
@@ -37,8 +37,15 @@ def fewest_rows(tokens: IntArray, dp_size: int, budget: int) -> int:
         3
     """
     total = int(np.minimum(tokens, budget).sum())
-    num_long = int((2 * tokens > budget).sum())
-    return max(1, -(-total // (dp_size * budget)), -(-num_long // dp_size))
+    ascending = np.sort(tokens)
+    q = np.arange(1, 33)
+    num_longer = len(tokens) - np.searchsorted(ascending, budget // (q + 1), side="right")
+    return max(1, -(-total // (dp_size * budget)), int((-(-num_longer // (q * dp_size))).max()))
+
+
+def next_num_rows(num_rows: int, num_tries: int, multiple: int = 1) -> int:
+    """Return the number of rows to try after a failure: the next one at first, then in steps of about 3%."""
+    return num_rows + multiple * (1 if num_tries < 4 else max(1, num_rows // (32 * multiple)))
 
 
 def plan_rows(
@@ -62,15 +69,13 @@ def plan_rows(
     Returns:
         Rows of ``dp_size`` buckets, heaviest row first.
     """
-    found: list[tuple[int, list[list[Bucket]]]] = []
-    k = num_rows
-    while not found:
-        found = _fillings(tokens, work, dp_size, budget, k, overhead)
-        k += multiple
+    k, num_tries = num_rows, 1
+    while not (found := _fillings(tokens, work, dp_size, budget, k, overhead)):
+        k, num_tries = next_num_rows(k, num_tries, multiple), num_tries + 1
     if not refine:
         return min(found, key=lambda f: f[0])[1]
-    if (k - multiple) * dp_size < len(tokens):
-        found += _fillings(tokens, work, dp_size, budget, k, overhead)
+    if k * dp_size < len(tokens):
+        found += _fillings(tokens, work, dp_size, budget, k + multiple, overhead)
     cost, rows = min(found, key=lambda f: f[0])
     better = refine_rows(rows, tokens, work, budget)
     return better if _cost(better, work, overhead) < cost else rows
