@@ -61,6 +61,7 @@ class RolloutRecorder(RolloutCallback):
             iteration=rollouts.iteration,
             file=meshes.dp_rank,
             num_files=meshes.dp_size,
+            num_prompts=getattr(getattr(trainer, "datamodule", None), "train_batch_size", max(prompts.positions) + 1),
             positions=tuple(prompts.positions),
             rollouts_per_prompt=size,
             seed=prompts.seed,

@@ -78,7 +78,7 @@ class RolloutDump:
 
     def schema(self, iteration: int) -> Schema:
         """Return the fields of an iteration's samples."""
-        return PackedBatch.from_samples([_sample([0], [0], 0.0, 0)]).schema
+        return _pack([_sample([0], [0], [0.0] * len(self._reward_columns or REWARD_KEYS[:1]), 0)]).schema
 
     def read(self, iteration: int, rank: int, world_size: int) -> PackedBatch:
         """Tokenize this rank's share of an iteration.
@@ -112,7 +112,7 @@ class RolloutDump:
         numbered.sort(key=lambda entry: entry[0])
         own = [numbered[index] for index in contiguous_share(len(numbered), world_size, rank)]
         samples = [self._tokenize(row, place, sample_id) for sample_id, place, row in own]
-        return PackedBatch.from_samples(samples) if samples else PackedBatch.empty(self.schema(iteration))
+        return _pack(samples) if samples else PackedBatch.empty(self.schema(iteration))
 
     def _check(self, row: Mapping[str, Any], place: str) -> None:
         for kind, keys in (("prompt", PROMPT_KEYS), ("completion", COMPLETION_KEYS)):
@@ -123,19 +123,19 @@ class RolloutDump:
         if not self._rewards_in(row):
             wanted = " or ".join(REWARD_KEYS) if self._reward_columns is None else " and ".join(self._reward_columns)
             raise ValueError(f"{place}: no reward under {wanted}; keys: {sorted(row)}. Name the columns in reward_columns.")
-        self._reward(row, place)
+        self._rewards(row, place)
 
     def _rewards_in(self, row: Mapping[str, Any]) -> list[str]:
         if self._reward_columns is not None:
             return list(self._reward_columns) if all(key in row for key in self._reward_columns) else []
         return [key for key in REWARD_KEYS if key in row][:1]
 
-    def _reward(self, row: Mapping[str, Any], place: str) -> float:
+    def _rewards(self, row: Mapping[str, Any], place: str) -> list[float]:
         values = [row[key] for key in self._rewards_in(row)]
-        verdicts = [value for value in values if value is not None and value == value]  # NaN, which JSON of Python may hold, is None
-        if not all(isinstance(value, int | float) and math.isfinite(value) for value in verdicts):
+        rewards = [math.nan if value is None else value for value in values]  # Python writes NaN itself into JSON: null it is
+        if not all(isinstance(reward, int | float) and not math.isinf(reward) for reward in rewards):
             raise ValueError(f"{place}: expected a finite number or null as reward but got {values}.")
-        return float(sum(verdicts)) if verdicts else math.nan
+        return [float(reward) for reward in rewards]
 
     def _tokenize(self, row: Mapping[str, Any], place: str, sample_id: int) -> dict[str, torch.Tensor]:
         prompt = list(self._tokenizer.encode(_first(row, PROMPT_KEYS)))
@@ -144,16 +144,23 @@ class RolloutDump:
             completion.append(self._tokenizer.eos_token_id)
         if not prompt or not completion:
             raise ValueError(f"{place}: the {'completion' if prompt else 'prompt'} has no tokens. Leave the row out.")
-        return _sample(prompt, completion, self._reward(row, place), sample_id)
+        return _sample(prompt, completion, self._rewards(row, place), sample_id)
 
 
-def _sample(prompt: list[int], completion: list[int], reward: float, sample_id: int) -> dict[str, torch.Tensor]:
+def _sample(prompt: list[int], completion: list[int], rewards: list[float], sample_id: int) -> dict[str, torch.Tensor]:
+    verdicts = [reward for reward in rewards if not math.isnan(reward)]
     return {
         "input_ids": torch.tensor([*prompt, *completion], dtype=torch.int64),
         "response_mask": torch.tensor([False] * len(prompt) + [True] * len(completion)),
-        "reward": torch.tensor(reward, dtype=torch.float64),
+        "reward": torch.tensor(math.fsum(verdicts) if verdicts else math.nan, dtype=torch.float64),
+        "component_rewards": torch.tensor(rewards, dtype=torch.float64),
+        "truncated": torch.tensor(False),  # a dump does not tell
         SAMPLE_ID: torch.tensor(sample_id, dtype=torch.int64),
     }
+
+
+def _pack(samples: Sequence[Mapping[str, torch.Tensor]]) -> PackedBatch:
+    return PackedBatch.from_samples(samples, per_sample=("component_rewards",))
 
 
 def _first(row: Mapping[str, Any], keys: Sequence[str]) -> str:

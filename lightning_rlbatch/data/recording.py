@@ -21,7 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from lightning_rlbatch.data.store import SAMPLE_ID
+from lightning_rlbatch.data.store import SAMPLE_ID, RolloutTable
+from lightning_rlbatch.distributed.mesh import Meshes
+from lightning_rlbatch.distributed.reductions import all_gather_rows
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.schema import Schema, schema_difference
 
@@ -40,6 +42,7 @@ class RecordingHeader:
         iteration: RL iteration.
         file: This file's number, the data-parallel rank that wrote it.
         num_files: Files of the collection.
+        num_prompts: Prompts of a whole iteration.
         positions: Positions in the iteration of the prompts that were collected, over all files.
         rollouts_per_prompt: Group size.
         seed: Seed of the run, for the membership of mini-batches.
@@ -49,6 +52,7 @@ class RecordingHeader:
     iteration: int
     file: int
     num_files: int
+    num_prompts: int
     positions: tuple[int, ...]
     rollouts_per_prompt: int
     seed: int
@@ -158,14 +162,14 @@ class RecordedRollouts:
             kept = frozenset(files[0].header.positions) - taken.setdefault(iteration, set())
             taken[iteration] |= kept
             parts = self._files.setdefault(iteration, [])
-            if parts and parts[0][0].header.rollouts_per_prompt != files[0].header.rollouts_per_prompt:
+            if parts and not _same_run(parts[0][0], files[0]):
                 raise ValueError(
-                    f"{files[0].path.parent} has {files[0].header.rollouts_per_prompt} rollouts per prompt but a later part of the same"
-                    f" iteration has {parts[0][0].header.rollouts_per_prompt}: they are not of one run. Delete one of the folders."
+                    f"{files[0].path.parent} and {parts[0][0].path.parent.name} beside it differ in prompts per iteration,"
+                    " rollouts per prompt, seed or fields: they are not of one run. Delete one of the folders."
                 )
             parts.extend((file, kept) for file in files if kept)
         self.iterations = sorted(self._files)
-        self.num_prompts = max(max(positions) for positions in taken.values()) + 1
+        self.num_prompts = max(parts[0][0].header.num_prompts for parts in self._files.values() if parts)
 
     def _folders(self) -> list[tuple[int, int]]:
         names = sorted(path.name for path in self.dirpath.iterdir() if path.is_dir()) if self.dirpath.is_dir() else []
@@ -208,6 +212,12 @@ class RecordedRollouts:
         return samples.select(samples[SAMPLE_ID].argsort()).without_fields([GROUP_ID])
 
 
+def _same_run(one: RecordingFile, other: RecordingFile) -> bool:
+    names = ("num_prompts", "rollouts_per_prompt", "seed")
+    alike = all(getattr(one.header, name) == getattr(other.header, name) for name in names)
+    return alike and schema_difference(one.schema, other.schema) is None
+
+
 def _of_groups(samples: PackedBatch, groups: Collection[int]) -> PackedBatch:
     return samples.select([index for index, group in enumerate(samples[GROUP_ID].tolist()) if group in groups])
 
@@ -234,3 +244,39 @@ def _read_folder(folder: Path) -> list[RecordingFile]:
                 " Keep the files of one run in a folder."
             )
     return files
+
+
+def gather_recorded_table(samples: PackedBatch, num_prompts: int, rollouts_per_prompt: int, meshes: Meshes) -> RolloutTable:
+    """Tell every rank the lengths and rewards of recorded rollouts, whichever rank has read which.
+
+    Args:
+        samples: What this rank has read, with ``sample_id`` and ``reward`` per sample; no two samples over all ranks have one id.
+        num_prompts: Prompts of the iteration.
+        rollouts_per_prompt: Group size.
+        meshes: Groups of the run.
+
+    Returns:
+        A table of ``num_prompts * rollouts_per_prompt`` rollouts; those that were not recorded have no reward.
+
+    Raises:
+        ValueError: An id occurs twice or is out of range; on every rank.
+    """
+    num_response = [part.sum() for part in samples.split_per_sample("response_mask")]
+    counted = torch.stack(num_response) if num_response else torch.zeros(0)
+    truncated = samples["truncated"] if "truncated" in samples else torch.zeros(samples.num_samples)
+    columns = [samples[SAMPLE_ID], samples.lengths, counted, truncated, samples["reward"]]
+    rows, _ = all_gather_rows(torch.stack([column.double() for column in columns], dim=1), meshes.world_group)
+    size = num_prompts * rollouts_per_prompt
+    ids = rows[:, 0].long()
+    if len(ids) and (len(set(ids.tolist())) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size):
+        raise ValueError(f"Expected recorded rollouts with different ids from 0 to {size - 1} but got {sorted(ids.tolist())[:20]}...")
+    table = torch.tensor([[0.0, 0.0, 0.0, torch.nan]], dtype=torch.float64).repeat(size, 1)
+    table[ids] = rows[:, 1:]
+    return RolloutTable(
+        lengths=[int(value) for value in table[:, 0].tolist()],
+        num_response_tokens=[int(value) for value in table[:, 1].tolist()],
+        rewards=table[:, 3].clone(),
+        truncated=table[:, 2].bool(),
+        group_ids=torch.arange(num_prompts).repeat_interleave(rollouts_per_prompt),
+        rollouts_per_prompt=rollouts_per_prompt,
+    )

@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions, mini_batch_members
 from lightning_rlbatch.data.dumps import RolloutDump
 from lightning_rlbatch.data.mini_batch import MiniBatch
-from lightning_rlbatch.data.recording import RecordedRollouts
+from lightning_rlbatch.data.recording import RecordedRollouts, gather_recorded_table
 from lightning_rlbatch.data.rollout import Position, TokenizerSource, load_tokenizer
-from lightning_rlbatch.data.store import SAMPLE_ID, RolloutStore, RolloutTable
+from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.distributed.mesh import Meshes
-from lightning_rlbatch.distributed.reductions import all_gather_rows
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.schema import Schema
 from lightning_rlbatch.strategies.access import meshes_of
@@ -75,6 +73,8 @@ class ReplayDataModule(pl.LightningDataModule):
         micro_batch_size: See :class:`BatchingOptions`.
         log_prob_max_tokens_per_rank: See :class:`BatchingOptions`.
         log_prob_micro_batch_size: See :class:`BatchingOptions`.
+        critic_max_tokens_per_rank: See :class:`BatchingOptions`.
+        critic_micro_batch_size: See :class:`BatchingOptions`.
         balance: See :class:`BatchingOptions`.
         equal_size: See :class:`BatchingOptions`.
         planner: See :class:`BatchingOptions`.
@@ -101,6 +101,8 @@ class ReplayDataModule(pl.LightningDataModule):
         micro_batch_size: int | None = None,
         log_prob_max_tokens_per_rank: int | None = None,
         log_prob_micro_batch_size: int | None = None,
+        critic_max_tokens_per_rank: int | None = None,
+        critic_micro_batch_size: int | None = None,
         balance: bool = True,
         equal_size: bool = False,
         planner: Literal["global", "per_rank"] = "global",
@@ -121,6 +123,8 @@ class ReplayDataModule(pl.LightningDataModule):
             micro_batch_size=micro_batch_size,
             log_prob_max_tokens_per_rank=log_prob_max_tokens_per_rank,
             log_prob_micro_batch_size=log_prob_micro_batch_size,
+            critic_max_tokens_per_rank=critic_max_tokens_per_rank,
+            critic_micro_batch_size=critic_micro_batch_size,
             balance=balance,
             equal_size=equal_size,
             planner=planner,
@@ -178,18 +182,27 @@ class ReplayDataModule(pl.LightningDataModule):
         module = self.trainer.lightning_module
         if self.rescore and not isinstance(module, ScoresRollouts):
             raise TypeError(f"rescore needs a module with score_rollouts, such as PPOModule, but got {type(module).__name__}.")
+        self._check_critic_budget(module)
         if not self.rescore:
             for iteration in self.source.iterations:
                 self._check_fields(module, self.source.schema(iteration), iteration)
         options = dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True))
         return ReplayLoader(self, module, options, meshes_of(self.trainer))
 
+    def _check_critic_budget(self, module: "pl.LightningModule") -> None:
+        if self.options.cuts_critic and getattr(module, "critic_source", None) in (None, "shared"):
+            raise ValueError(
+                "critic_max_tokens_per_rank and critic_micro_batch_size need a critic with a trunk of its own. Remove the option."
+            )
+
     def _check_fields(self, module: "pl.LightningModule", schema: Schema, iteration: int) -> None:
         needed = ["old_log_probs", "advantages"]
         if getattr(module, "reference", None) is not None:
             needed.append("ref_log_probs")
-        if getattr(module, "critic", None) is not None:
+        if getattr(module, "has_values", False):
             needed += ["values", "returns"]
+        if getattr(module, "rollout_correction", None) is not None:
+            needed.append("loss_weights")
         missing = [name for name in needed if name not in schema]
         if missing:
             raise ValueError(
@@ -226,12 +239,19 @@ class ReplayLoader:
         """Return the optimizer steps per iteration, the same for every iteration."""
         return self._data.ppo_epochs * -(-self._data.source.num_prompts // self._data.mini_batch_size)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: that there is a state tells Lightning that training can go on in the middle of an iteration."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: the data module restores its position."""
+
     def __iter__(self) -> Iterator[MiniBatch]:
         """Yield the mini-batches that the current iteration still owes."""
         data, position = self._data, self._data.position
         current, first = position.iteration, position.mini_batch
         iterations = data.source.iterations
-        passes, place = divmod(current, len(iterations))
+        passes, place = (0, 0) if self._overfits else divmod(current, len(iterations))
         recorded = iterations[place]
         seed = data.source.seed(recorded) if data.seed is None else data.seed
         shuffle = recorded + passes * (iterations[-1] + 1)  # the recorded number in the first pass, a new one ever after
@@ -239,15 +259,24 @@ class ReplayLoader:
             part
             for epoch in range(data.ppo_epochs)
             for part in mini_batch_members(data.source.num_prompts, data.mini_batch_size, seed=seed, iteration=shuffle, epoch=epoch)
-        ]
+        ][: self._limit()]
         if first and data.rescore:
             rank_zero_warn(f"Resuming inside iteration {current}: log-probs and advantages are computed again with the restored policy.")
-        store = self._load(recorded, members[: len(members) // data.ppo_epochs])
+        store = self._load(recorded, members[: len(self) // data.ppo_epochs])
         for index, part in enumerate(members[first:], start=first + 1):
             position.mini_batch = index
             if index == len(members):
                 position.iteration, position.mini_batch = current + 1, 0
             yield store.mini_batch(store.table.ids_of_prompts(part))
+
+    @property
+    def _overfits(self) -> bool:
+        return getattr(self._data.trainer, "overfit_batches", 0) > 0  # set by a connector, where type checkers do not see it
+
+    def _limit(self) -> int:
+        """Return the mini-batches of an iteration that the Trainer lets through (limit_train_batches), to go on to the next after them."""
+        trainer = self._data.trainer
+        return len(self) if trainer is None else int(min(trainer.num_training_batches, len(self))) or len(self)
 
     def _load(self, iteration: int, mini_batches: Sequence[Sequence[int]]) -> RolloutStore:
         source, meshes = self._data.source, self._meshes
@@ -259,37 +288,3 @@ class ReplayLoader:
         if self._data.rescore:
             cast(ScoresRollouts, self._module).score_rollouts(store)
         return store
-
-
-def gather_recorded_table(samples: PackedBatch, num_prompts: int, rollouts_per_prompt: int, meshes: Meshes) -> RolloutTable:
-    """Tell every rank the lengths and rewards of recorded rollouts, whichever rank has read which.
-
-    Args:
-        samples: What this rank has read, with ``sample_id`` and ``reward`` per sample; no two samples over all ranks have one id.
-        num_prompts: Prompts of the iteration.
-        rollouts_per_prompt: Group size.
-        meshes: Groups of the run.
-
-    Returns:
-        A table of ``num_prompts * rollouts_per_prompt`` rollouts; those that were not recorded have no reward.
-
-    Raises:
-        ValueError: An id occurs twice or is out of range; on every rank.
-    """
-    num_response = [part.sum() for part in samples.split_per_sample("response_mask")]
-    counted = torch.stack(num_response) if num_response else torch.zeros(0)
-    columns = [samples[SAMPLE_ID], samples.lengths, counted, samples["reward"]]
-    rows, _ = all_gather_rows(torch.stack([column.double() for column in columns], dim=1), meshes.world_group)
-    size = num_prompts * rollouts_per_prompt
-    ids = rows[:, 0].long()
-    if len(ids) and (len(set(ids.tolist())) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size):
-        raise ValueError(f"Expected recorded rollouts with different ids from 0 to {size - 1} but got {sorted(ids.tolist())[:20]}...")
-    table = torch.tensor([[0.0, 0.0, torch.nan]], dtype=torch.float64).repeat(size, 1)
-    table[ids] = rows[:, 1:]
-    return RolloutTable(
-        lengths=[int(value) for value in table[:, 0].tolist()],
-        num_response_tokens=[int(value) for value in table[:, 1].tolist()],
-        rewards=table[:, 2].clone(),
-        group_ids=torch.arange(num_prompts).repeat_interleave(rollouts_per_prompt),
-        rollouts_per_prompt=rollouts_per_prompt,
-    )

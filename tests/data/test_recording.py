@@ -60,7 +60,8 @@ def make_rollouts(meshes, positions, iteration=0, salt=0):
     for index in contiguous_share(prompts.num_samples, meshes.world_size, meshes.rank):
         group, rollout = positions[index // ROLLOUTS], index % ROLLOUTS
         reward = float("nan") if index == NO_VERDICT else float(group * 10 + rollout)
-        rows.append({**sample(group, rollout, salt), "reward": torch.tensor(reward, dtype=torch.float64), "sample_id": index})
+        rest = {"reward": torch.tensor(reward, dtype=torch.float64), "truncated": torch.tensor(False), "sample_id": index}
+        rows.append({**sample(group, rollout, salt), **rest})
     samples = PackedBatch.from_samples(rows)
     table = gather_table(samples, torch.tensor(positions).repeat_interleave(ROLLOUTS), ROLLOUTS, meshes)
     members = [table.ids_of_prompts(range(len(positions)))]
@@ -68,17 +69,16 @@ def make_rollouts(meshes, positions, iteration=0, salt=0):
     return Rollouts(store, prompts, iteration)
 
 
-def trainer_of(meshes, mini_batch=0):
-    position = SimpleNamespace(mini_batch=mini_batch)
-    return SimpleNamespace(
-        strategy=None, world_size=meshes.world_size, local_rank=meshes.rank, datamodule=SimpleNamespace(position=position), callbacks=[]
-    )
+def trainer_of(meshes, mini_batch=0, num_prompts=2):
+    data = SimpleNamespace(position=SimpleNamespace(mini_batch=mini_batch), train_batch_size=num_prompts)
+    return SimpleNamespace(strategy=None, world_size=meshes.world_size, local_rank=meshes.rank, datamodule=data, callbacks=[])
 
 
-def record(folder, positions, iteration=0, salt=0, mini_batch=0, meshes=None, **options):
+def record(folder, positions, iteration=0, salt=0, mini_batch=0, meshes=None, num_prompts=None, **options):
     meshes = meshes or single_process_meshes()
     rollouts = make_rollouts(meshes, positions, iteration, salt)
-    RolloutRecorder(str(folder), **options).on_rollout_end(trainer_of(meshes, mini_batch), None, rollouts)
+    trainer = trainer_of(meshes, mini_batch, num_prompts or len(positions))
+    RolloutRecorder(str(folder), **options).on_rollout_end(trainer, None, rollouts)
 
 
 def content(samples):
@@ -152,7 +152,7 @@ def test_sequence_parallel_peers_write_their_samples_once(tmp_path):
         meshes = build_meshes("cpu", sequence_parallel_size=2)
         rollouts = make_rollouts(meshes, [0, 1])
         samples = recorded_samples(rollouts.store.samples, [0, 1], ROLLOUTS)
-        header = RecordingHeader(0, meshes.dp_rank, meshes.dp_size, (0, 1), ROLLOUTS, 7)
+        header = RecordingHeader(0, meshes.dp_rank, meshes.dp_size, 2, (0, 1), ROLLOUTS, 7)
         RecordingFolder(tmp_path, meshes, rank).save(samples, header, is_part=False)
 
     run_distributed(write, 2)
@@ -194,13 +194,25 @@ def test_a_rank_that_cannot_write_ends_all_ranks_and_leaves_finished_iterations_
 
 def test_a_resume_inside_an_iteration_replaces_the_prompts_that_were_rolled_out_again(tmp_path):
     record(tmp_path, [0, 1, 2, 3])
-    record(tmp_path, [1, 3], salt=1, mini_batch=2)
-    record(tmp_path, [3], salt=2, mini_batch=3)
+    record(tmp_path, [1, 3], salt=1, mini_batch=2, num_prompts=4)
+    record(tmp_path, [3], salt=2, mini_batch=3, num_prompts=4)
     recorded = RecordedRollouts(tmp_path)
     assert recorded.num_prompts == 4
     newest = expected([0, 2], all_positions=[0, 1, 2, 3]) | expected([1], salt=1, all_positions=[1, 3]) | expected([3], salt=2)
     assert content(recorded.read(0, 0, 1)) == newest
     assert content(recorded.read(0, 0, 2)) | content(recorded.read(0, 1, 2)) == newest
+
+
+def test_parts_of_different_runs_are_an_error(tmp_path):
+    record(tmp_path, [0, 1, 2, 3])
+    record(tmp_path, [1], salt=1, mini_batch=2, num_prompts=6)
+    with pytest.raises(ValueError, match=r"iteration_000000 and iteration_000000.1 beside it differ in prompts per iteration"):
+        RecordedRollouts(tmp_path)
+
+
+def test_an_iteration_that_the_trainer_cuts_short_keeps_its_number_of_prompts(tmp_path):
+    record(tmp_path, [0, 2], num_prompts=5)
+    assert RecordedRollouts(tmp_path).num_prompts == 5
 
 
 def test_a_run_that_starts_over_sets_the_later_iterations_of_the_earlier_run_aside(tmp_path):
@@ -240,11 +252,11 @@ def test_files_that_do_not_fit_are_an_error_that_names_them(tmp_path, damage):
     samples = recorded_samples(samples, [0, 1], ROLLOUTS)
     folder = tmp_path / "iteration_000000"
     folder.mkdir()
-    header = RecordingHeader(0, 0, 2, (0, 1), ROLLOUTS, 7)
+    header = RecordingHeader(0, 0, 2, 2, (0, 1), ROLLOUTS, 7)
     save_rollouts(folder / "rank_00000.safetensors", samples, header)
     other = folder / "rank_00001.safetensors"
     changed = samples.without_fields(["advantages"]) if damage == "fields" else samples
-    save_rollouts(other, changed, RecordingHeader(0, 1, 2, (0, 1), ROLLOUTS, 8 if damage == "run" else 7))
+    save_rollouts(other, changed, RecordingHeader(0, 1, 2, 2, (0, 1), ROLLOUTS, 8 if damage == "run" else 7))
     if damage == "half":
         other.write_bytes(other.read_bytes()[:-20])
     if damage in ("foreign", "version"):

@@ -1,0 +1,191 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_rlbatch.callbacks import rollout_logger
+from lightning_rlbatch.callbacks.rollout_hooks import Rollouts
+from lightning_rlbatch.callbacks.rollout_logger import RolloutLogger, rollout_histograms, rollout_quantiles
+from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.dumps import RolloutDump
+from lightning_rlbatch.data.prompts import PromptBatch, contiguous_share
+from lightning_rlbatch.data.store import RolloutStore, RolloutTable, gather_table
+from lightning_rlbatch.distributed.mesh import build_meshes, data_parallel_meshes, single_process_meshes
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.testing import run_distributed
+
+PROMPTS = ["ab", "[bold]c"]
+COMPLETIONS = [["x", "xyx"], ["[red]y", "z" * 40]]
+REWARDS = [[1.0, 0.0], [float("nan"), 0.25]]
+
+
+class Letters:
+    eos_token_id = 1
+    pad_token_id = 0
+
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(chr(token) for token in token_ids if token > 1)
+
+
+def make_rollouts(meshes, iteration=3):
+    letters = Letters()
+    rows = []
+    for index in contiguous_share(4, meshes.world_size, meshes.rank):
+        prompt, completion = letters.encode(PROMPTS[index // 2]), [*letters.encode(COMPLETIONS[index // 2][index % 2]), 1]
+        mask = torch.tensor([False] * len(prompt) + [True] * len(completion))
+        rows.append(
+            {
+                "input_ids": torch.tensor([*prompt, *completion]),
+                "response_mask": mask,
+                "advantages": torch.where(mask, index - 1.5, torch.nan),
+                "reward": torch.tensor(REWARDS[index // 2][index % 2], dtype=torch.float64),
+                "truncated": torch.tensor(False),
+                "sample_id": torch.tensor(index),
+            }
+        )
+    samples = PackedBatch.from_samples(rows)
+    table = gather_table(samples, torch.tensor([5, 5, 2, 2]), 2, meshes)
+    store = RolloutStore(samples, table, [table.ids_of_prompts([0, 1])], BatchingOptions(max_tokens_per_rank=64), meshes)
+    prompts = PromptBatch(PROMPTS, [letters.encode(text) for text in PROMPTS], [{}, {}], [5, 2], 2, 50, letters, 0)
+    return Rollouts(store, prompts, iteration)
+
+
+class Numbers:
+    """A logger that takes numbers only."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log_metrics(self, metrics, step):
+        self.logged.append((step, metrics))
+
+
+class Tables(Numbers):
+    """A logger that takes tables too, as Weights & Biases' does."""
+
+    def log_table(self, key, columns, data):
+        self.table = (key, columns, data)
+
+
+def trainer_of(meshes, *loggers):
+    return SimpleNamespace(
+        strategy=None, world_size=meshes.world_size, is_global_zero=meshes.rank == 0, loggers=list(loggers), global_step=12
+    )
+
+
+def log(*loggers, meshes=None, iteration=3, **options):
+    meshes = meshes or single_process_meshes()
+    rollouts = make_rollouts(meshes, iteration)
+    RolloutLogger(**options).on_rollout_end(trainer_of(meshes, *loggers), None, rollouts)
+
+
+def test_the_table_shows_texts_as_they_are_with_rewards_and_advantages(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    log(max_rows=2, max_text_length=10)
+    printed = capsys.readouterr().out
+    assert "Rollouts of iteration 3" in printed
+    assert all(text in printed for text in ("ab", "xyx", "1.000", "-1.500", "-0.500"))
+    assert "[bold]c" not in printed  # two rows are both of the first prompt
+    log(max_rows=9, max_text_length=10)
+    printed = capsys.readouterr().out
+    assert "[bold]c" in printed
+    assert "z" * 10 + "..." in printed
+    assert "z" * 11 not in printed
+    assert "[red]y" not in printed  # no reward, so nothing is trained on it
+    assert "length: " in printed
+    assert "reward: " in printed
+
+
+def test_no_rows_print_nothing(capsys):
+    log(max_rows=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_other_iterations_than_every_nth_are_passed_over(tmp_path, capsys):
+    logger = Numbers()
+    for iteration in range(4):
+        log(logger, iteration=iteration, every_n_iterations=3, dirpath=str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_000000", "iteration_000003"]
+    assert len(logger.logged) == 2
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_json_lines_hold_every_rewarded_rollout_of_all_ranks(tmp_path, world_size):
+    run_distributed(lambda rank, world: log(meshes=data_parallel_meshes(), dirpath=str(tmp_path), max_rows=0), world_size)
+    files = sorted((tmp_path / "iteration_000003").glob("*.jsonl"))
+    assert [file.name for file in files] == [f"rank_0000{rank}.jsonl" for rank in range(world_size)]
+    rows = sorted((json.loads(line) for file in files for line in file.read_text().splitlines()), key=lambda row: row["sample_id"])
+    assert [(row["prompt"], row["completion"]) for row in rows] == [(PROMPTS[1], COMPLETIONS[1][1]), ("ab", "x"), ("ab", "xyx")]
+    assert [row["reward"] for row in rows] == [0.25, 1.0, 0.0]
+    assert [row["advantage"] for row in rows] == [1.5, -1.5, -0.5]
+    assert [row["num_response_tokens"] for row in rows] == [41, 2, 4]
+    assert [(row["group_id"], row["sample_id"], row["iteration"]) for row in rows] == [(2, 5, 3), (5, 10, 3), (5, 11, 3)]
+
+
+def test_the_json_lines_can_be_replayed(tmp_path):
+    log(dirpath=str(tmp_path), max_rows=0)
+    dump = RolloutDump(tmp_path, Letters())
+    assert (dump.iterations, dump.num_prompts, dump.rollouts_per_prompt(3)) == ([3], 2, 2)
+    assert sorted(dump.read(3, 0, 1)["reward"].tolist()) == [0.0, 0.25, 1.0]
+
+
+def test_sequence_parallel_peers_write_their_rollouts_once(tmp_path):
+    def write(rank, world_size):
+        meshes = build_meshes("cpu", sequence_parallel_size=2)
+        rollout_logger.meshes_of = lambda trainer: meshes  # in this forked process only: there is no strategy to ask
+        log(meshes=meshes, dirpath=str(tmp_path), max_rows=0)
+
+    run_distributed(write, 2)
+    assert sorted(path.name for path in (tmp_path / "iteration_000003").iterdir()) == ["histograms.json", "rank_00000.jsonl"]
+
+
+def test_histograms_count_the_rollouts_of_all_ranks(tmp_path):
+    run_distributed(lambda rank, world: log(meshes=data_parallel_meshes(), dirpath=str(tmp_path), max_rows=0, num_bins=3), 2)
+    histograms = json.loads((tmp_path / "iteration_000003" / "histograms.json").read_text())
+    # Responses of 2, 4, 7 and 41 tokens, end token included; rewards 0, 0.25 and 1.
+    assert histograms["length"] == {"edges": [2.0, 15.0, 28.0, 41.0], "counts": [3, 0, 1]}
+    assert histograms["reward"]["counts"] == [2, 0, 1]
+    assert histograms["reward"]["edges"] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+
+
+def test_loggers_get_quantiles_and_those_with_tables_the_table(capsys):
+    numbers, tables = Numbers(), Tables()
+    log(numbers, tables, max_rows=2)
+    ((step, metrics),) = numbers.logged
+    assert step == 12
+    assert metrics["rollouts/length_min"] == 2
+    assert metrics["rollouts/length_p50"] == 5.5
+    assert metrics["rollouts/length_max"] == 41
+    assert metrics["rollouts/reward_p50"] == 0.25
+    assert tables.logged == numbers.logged
+    key, columns, data = tables.table
+    assert (key, columns[0], len(data), data[0][:4]) == ("rollouts", "prompt", 2, ["ab", "x", 1.0, -1.5])
+    capsys.readouterr()
+
+
+def test_an_iteration_without_any_reward_has_no_reward_numbers():
+    table = RolloutTable([4, 5], [2, 3], torch.full((2,), torch.nan, dtype=torch.float64), torch.zeros(2) > 0, torch.tensor([0, 0]), 2)
+    assert rollout_histograms(table, 4)["reward"] == {"edges": [], "counts": []}
+    assert {name for name in rollout_quantiles(table) if "reward" in name} == set()
+
+
+def test_a_disk_that_fails_on_one_rank_ends_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+
+    def write(rank, world_size):
+        meshes = data_parallel_meshes()
+        log(meshes=meshes, max_rows=0, dirpath=str(tmp_path / "file" if rank == 1 else tmp_path / "fine"))
+
+    with pytest.raises(AssertionError, match="Rank 1 failed in phase 'logging rollouts': NotADirectoryError"):
+        run_distributed(write, 2)
+
+
+@pytest.mark.parametrize(("name", "value"), [("every_n_iterations", 0), ("max_rows", -1), ("max_text_length", 0), ("num_bins", 0)])
+def test_numbers_out_of_range_are_errors_that_name_them(name, value):
+    with pytest.raises(ValueError, match=f"Expected {name} to be at least .* but got {value}"):
+        RolloutLogger(**{name: value})
