@@ -212,11 +212,16 @@ class RolloutDataModule(pl.LightningDataModule):
     def iteration_prompts(self, iteration: int) -> PromptBatch:
         """Return the prompts of an iteration: the next ``train_batch_size`` of an endless sequence of seeded passes.
 
+        Under ``Trainer(overfit_batches=...)`` every iteration has the prompts of the first one.
+
         Args:
             iteration: Number of the iteration.
         """
         assert self._train is not None
         size = len(self._train)
+        trainer: Any = self.trainer  # connectors set attributes that type checkers do not see
+        if trainer is not None and trainer.overfit_batches > 0:
+            iteration = 0
         first = iteration * self.train_batch_size
         chosen = []
         orders: dict[int, list[int]] = {}
@@ -299,6 +304,7 @@ class RolloutLoader:
         self._data = data
         self._module = module
         self._options = options
+        self._said_cut = False
 
     def __len__(self) -> int:
         """Return the optimizer steps per iteration, the same for every iteration."""
@@ -312,7 +318,7 @@ class RolloutLoader:
             part
             for epoch in range(data.ppo_epochs)
             for part in mini_batch_members(data.train_batch_size, data.mini_batch_size, seed=data.seed, iteration=iteration, epoch=epoch)
-        ]
+        ][: self._limit()]
         if first:
             rank_zero_warn(
                 f"Resuming inside iteration {iteration}: the prompts of its remaining {len(members) - first} mini-batches are rolled out"
@@ -329,6 +335,25 @@ class RolloutLoader:
             if position.mini_batch == len(members):
                 position.iteration, position.mini_batch = iteration + 1, 0
             yield store.mini_batch(store.table.ids_of_prompts(part))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: tells Lightning that the loader can resume, while the position lives in the data module."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Ignore the empty state."""
+
+    def _limit(self) -> int:
+        """Return the mini-batches of an iteration that the Trainer lets through; what it cuts off is never rolled out."""
+        trainer: Any = self._data.trainer
+        allowed = len(self) if trainer is None else int(min(trainer.num_training_batches, len(self)))
+        if 0 < allowed < len(self) and not self._said_cut and trainer is not None and not trainer.fast_dev_run:
+            self._said_cut = True
+            rank_zero_warn(
+                f"The Trainer takes {allowed} of the {len(self)} mini-batches of each iteration (limit_train_batches or overfit_batches):"
+                " the prompts of the others are neither rolled out nor trained on. Lower train_batch_size or ppo_epochs to train on all."
+            )
+        return allowed or len(self)
 
 
 def _first_uses(batches: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -48,6 +48,17 @@ class MiniBatchDataset(Dataset[MiniBatch]):
         return MiniBatch.cut(packed, micro_batches, sp_size=self.sp_size, plan=item.plan)
 
 
+class MiniBatchLoader(DataLoader[MiniBatch]):
+    """A DataLoader that Lightning knows to be resumable: the data module restores the sampler's position before it is made."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the position lives in the data module."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Ignore the empty state."""
+
+
 class SFTDataModule(pl.LightningDataModule):
     """Feed :class:`SFTModule`: one Lightning batch is one optimizer step on ``mini_batch_size`` samples over all ranks.
 
@@ -100,6 +111,8 @@ class SFTDataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self._loaded: dict[str, tuple[Any, list[int], list[int]]] = {}
+        self._train_sampler: TokenBudgetSampler | None = None
+        self._restored: dict[str, int] | None = None
 
     @override
     def setup(self, stage: str) -> None:
@@ -110,11 +123,11 @@ class SFTDataModule(pl.LightningDataModule):
                 scored = [int(torch.as_tensor(sample["response_mask"]).sum()) for sample in samples]
                 self._loaded[name] = (dataset, [len(sample["input_ids"]) for sample in samples], scored)
 
-    def _loader(self, name: str, *, shuffle: bool) -> DataLoader[MiniBatch]:
-        dataset, lengths, num_tokens = self._loaded[name]
+    def _sampler(self, name: str, *, shuffle: bool) -> TokenBudgetSampler:
+        _, lengths, num_tokens = self._loaded[name]
         assert self.trainer is not None
         meshes, options = meshes_of(self.trainer), self.options
-        sampler = TokenBudgetSampler(
+        return TokenBudgetSampler(
             lengths,
             mini_batch_size=self.mini_batch_size,
             max_tokens_per_rank=options.max_tokens_per_rank,
@@ -132,13 +145,38 @@ class SFTDataModule(pl.LightningDataModule):
             padded=not getattr(self.trainer.lightning_module, "remove_padding", True),
             num_tokens=num_tokens,
         )
-        batches = MiniBatchDataset(dataset, sp_size=meshes.sp_size)
-        return DataLoader(batches, sampler=sampler, batch_size=None, num_workers=self.num_workers)
+
+    def _loader(self, name: str, sampler: TokenBudgetSampler) -> DataLoader[MiniBatch]:
+        assert self.trainer is not None
+        batches = MiniBatchDataset(self._loaded[name][0], sp_size=meshes_of(self.trainer).sp_size)
+        return MiniBatchLoader(batches, sampler=sampler, batch_size=None, num_workers=self.num_workers)
 
     @override
     def train_dataloader(self) -> DataLoader[MiniBatch]:
-        return self._loader("train", shuffle=True)
+        trainer: Any = self.trainer  # connectors set attributes that type checkers do not see
+        self._train_sampler = self._sampler("train", shuffle=not trainer.overfit_batches)
+        if self._restored is not None:  # before any worker of the loader fetches ahead
+            self._train_sampler.load_state_dict(self._restored)
+            self._restored = None
+        return self._loader("train", self._train_sampler)
 
     @override
     def val_dataloader(self) -> DataLoader[MiniBatch] | list[Any]:
-        return self._loader("val", shuffle=False) if "val" in self._loaded else []
+        return self._loader("val", self._sampler("val", shuffle=False)) if "val" in self._loaded else []
+
+    # -- position --------------------------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        trainer: Any = self.trainer
+        if self._train_sampler is None or trainer is None:
+            return {}
+        # What training has finished, not what the sampler has handed out: workers fetch ahead.
+        consumed = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        if consumed >= min(len(self._train_sampler), trainer.num_training_batches):
+            return {"epoch": self._train_sampler.epoch + 1, "position": 0}
+        return self._train_sampler.state_dict(consumed)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict

@@ -1,0 +1,219 @@
+"""A resumed run is the run that was never interrupted."""
+
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.tensor import DTensor
+
+from lightning_rlbatch.strategies import RLBatchFSDPStrategy
+from lightning_rlbatch.testing import run_distributed
+from lightning_rlbatch.testing.distributed import free_port
+from tests.helpers import make_trainer, tiny_llama
+from tests.strategies.runs import assert_same_state, final_state, ppo, rollouts, run, sft, sft_data
+
+KINDS = {
+    "grpo": lambda: (ppo(), rollouts()),
+    "ppo": lambda: (ppo(critic=lambda: tiny_llama(1), critic_lr=1e-3, kl_coefficient=0.1), rollouts(ppo_epochs=2)),
+    "sft": lambda: (sft(), sft_data()),
+}
+
+
+def strategy(sharded, **options):
+    return RLBatchFSDPStrategy(save_distributed_checkpoint=sharded, **options)
+
+
+def on_ranks(fn, world_size, *args, **kwargs):
+    return run_distributed(lambda rank, size: fn(rank, size, *args), world_size, init_process_group=False, **kwargs)
+
+
+def save_every_step(folder):
+    return ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """Train three epochs without a break, once per kind."""
+    cache = {}
+
+    def get(kind):
+        if kind not in cache:
+            cache[kind] = on_ranks(lambda rank, size: run(*KINDS[kind](), size, max_epochs=3), 2)
+        return cache[kind]
+
+    return get
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_at_an_iteration_boundary_equals_the_uninterrupted_run_bitwise(kind, sharded, uninterrupted, tmp_path):
+    path = str(tmp_path / "half.ckpt")
+
+    def interrupted(rank, size):
+        first = run(*KINDS[kind](), size, strategy=strategy(sharded), max_epochs=2, save_to=path)
+        second = run(*KINDS[kind](), size, strategy=strategy(sharded), max_epochs=3, ckpt_path=path)
+        return first, second
+
+    for (first, second), expected in zip(on_ranks(interrupted, 2), uninterrupted(kind)):
+        assert_same_state(second, expected)
+        assert first["steps"] + second["steps"] == expected["steps"]
+        assert first["collections"] + second["collections"] == expected["collections"]  # prompts, and every sampled token
+
+
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_supervised_training_resumes_exactly_anywhere_in_an_epoch_with_loader_workers(step, tmp_path):
+    workers = 2 if step == 4 else 0
+
+    def main(rank, size):
+        saver = save_every_step(str(tmp_path / "steps"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+            warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
+            whole = run(sft(), sft_data(num_workers=workers), size, max_epochs=3, callbacks=(saver,), enable_checkpointing=True)
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+            rest = run(sft(), sft_data(num_workers=workers), size, max_epochs=3, ckpt_path=str(tmp_path / "steps" / f"step={step}.ckpt"))
+        return whole, rest
+
+    for whole, rest in on_ranks(main, 2):
+        assert whole["steps"][step:] == rest["steps"]
+        assert_same_state(rest, whole)
+
+
+def test_resume_inside_an_iteration_rolls_out_its_remaining_prompts_and_ends_at_the_same_step(tmp_path):
+    def main(rank, size):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+            whole = run(
+                ppo(), rollouts(), size, max_epochs=3, callbacks=(save_every_step(str(tmp_path / "steps")),), enable_checkpointing=True
+            )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rest = run(ppo(), rollouts(), size, max_epochs=3, ckpt_path=str(tmp_path / "steps" / "step=3.ckpt"))
+        return whole, rest, [str(warning.message) for warning in caught if "inside iteration" in str(warning.message)]
+
+    results = on_ranks(main, 2)
+    whole, rest, said = results[0]
+    assert rest["steps"] == whole["steps"][3:]
+    assert (rest["global_step"], rest["epoch"], rest["lr"]) == (whole["global_step"], whole["epoch"], whole["lr"])
+    again, *later = rest["collections"]
+    assert again[0] == 1
+    assert len(again[1]) == 2  # one mini-batch of two prompts was still owed
+    assert set(again[1]) < set(whole["collections"][1][1])
+    assert [collection[:2] for collection in later] == [collection[:2] for collection in whole["collections"][2:]]
+    assert len(said) == 1
+    assert "iteration 1" in said[0]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+def test_states_survive_two_to_four_to_one_ranks_and_hsdp_bitwise(sharded, tmp_path):
+    """The state after loading, before a step, is the saved one; `max_epochs` is reached, so that nothing is trained."""
+    saved = on_ranks(
+        lambda rank, size: run(*KINDS["ppo"](), size, strategy=strategy(sharded), max_epochs=1, save_to=str(tmp_path / "2.ckpt")), 2
+    )
+
+    def pass_on(rank, size, source, target, options):
+        return run(*KINDS["ppo"](), size, strategy=strategy(sharded, **options), max_epochs=1, ckpt_path=source, save_to=target)
+
+    hops = [(2, 4, {"data_parallel_replicate_size": 2}), (4, 1, {})]
+    for source, size, options in hops:
+        loaded = on_ranks(pass_on, size, str(tmp_path / f"{source}.ckpt"), str(tmp_path / f"{size}.ckpt"), options)
+        for state in loaded:
+            assert_same_state(state, saved[0])
+            assert state["collections"] == []
+
+
+def test_training_goes_on_alike_at_another_world_size(tmp_path):
+    path = str(tmp_path / "one.ckpt")
+
+    def sgd_run(rank, size, options):
+        module = sft(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        return run(module, sft_data(), size, **options)
+
+    expected = on_ranks(sgd_run, 2, {"max_epochs": 2})[0]
+    on_ranks(sgd_run, 2, {"max_epochs": 1, "save_to": path})
+    for state in on_ranks(sgd_run, 4, {"max_epochs": 2, "ckpt_path": path}):
+        assert_same_state(state, expected, tolerance=1e-5)
+
+
+def test_last_checkpoint_is_found_and_more_epochs_continue_a_finished_run(tmp_path, uninterrupted):
+    def main(rank, size):
+        def saver():
+            return ModelCheckpoint(dirpath=str(tmp_path / "run"), save_last=True, every_n_epochs=1, save_top_k=1)
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+            run(*KINDS["grpo"](), size, max_epochs=2, callbacks=(saver(),), enable_checkpointing=True)
+            return run(*KINDS["grpo"](), size, max_epochs=3, ckpt_path="last", callbacks=(saver(),), enable_checkpointing=True)
+
+    for state, expected in zip(on_ranks(main, 2), uninterrupted("grpo")):
+        assert_same_state(state, expected)
+        assert state["collections"] == expected["collections"][2:]
+
+
+def test_tied_embeddings_stay_tied_and_are_stored_once(tmp_path):
+    path = tmp_path / "tied.ckpt"
+
+    def main(rank, size):
+        state = run(sft(policy=lambda: tiny_llama(tied=True)), sft_data(), size, max_epochs=1, save_to=str(path))
+        trainer = make_trainer(size, max_epochs=1)
+        trainer.fit(sft(policy=lambda: tiny_llama(seed=5, tied=True)), datamodule=sft_data(), ckpt_path=str(path))
+        model = trainer.lightning_module.policy.model
+        assert isinstance(model.lm_head.weight, DTensor)
+        return state, final_state(trainer), model.lm_head.weight is model.model.embed_tokens.weight
+
+    for state, again, tied in on_ranks(main, 2):
+        assert tied
+        assert_same_state(again, state)
+    stored = torch.load(path, weights_only=True)["state_dict"]
+    names = ("policy.model.lm_head.weight", "policy.model.model.embed_tokens.weight")
+    assert len({stored[name].untyped_storage().data_ptr() for name in names}) == 1
+
+
+def test_checkpoint_leaves_out_the_frozen_reference_and_loads_weights_only(tmp_path):
+    path = tmp_path / "with_reference.ckpt"
+    on_ranks(lambda rank, size: run(ppo(kl_coefficient=0.1), rollouts(), size, max_epochs=1, save_to=str(path)), 2)
+    checkpoint = torch.load(path, weights_only=True)
+    assert all(name.startswith("policy.") for name in checkpoint["state_dict"])
+    assert len(checkpoint["state_dict"]) == len(tiny_llama().state_dict())
+
+
+def _save_for_ever(folder, sharded, port, rank, size):
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size))
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    saver = ModelCheckpoint(dirpath=folder, save_last=True, every_n_epochs=1, save_top_k=1)
+    run(sft(), sft_data(), size, strategy=strategy(sharded), max_epochs=10_000, callbacks=(saver,), enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+def test_killed_at_any_moment_the_last_checkpoint_loads(sharded, tmp_path):
+    context = multiprocessing.get_context("fork")
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        port = free_port()
+        ranks = [context.Process(target=_save_for_ever, args=(str(folder), sharded, port, rank, 2), daemon=True) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + 60
+        while not (folder / "last.ckpt").exists():
+            assert time.monotonic() < deadline, "no checkpoint was written"
+            time.sleep(0.02)
+        time.sleep(0.05 + 0.117 * attempt)
+        for process in ranks:
+            os.kill(process.pid, signal.SIGKILL)
+        for process in ranks:
+            process.join()
+
+        def resume(rank, size, folder=folder):
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+            trainer = make_trainer(size, strategy(sharded), max_epochs=1)
+            trainer.fit(sft(), datamodule=sft_data(), ckpt_path=str(folder / "last.ckpt"))
+            return trainer.global_step
+
+        assert on_ranks(resume, 2)[0] >= 3
