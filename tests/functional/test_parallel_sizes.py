@@ -9,8 +9,9 @@ def test_splitting_a_giant_helps_until_it_is_no_longer_the_bottleneck():
     times = sequence_parallel_times(lengths, world_size=16, max_tokens_per_rank=8192, communication=0.1)
     assert list(times) == [4, 8, 16]  # one or two GPUs do not hold 32,000 tokens
     times = sequence_parallel_times(lengths, world_size=16, max_tokens_per_rank=32_768, communication=0.1)
-    assert times[1] > 2 * times[4]
-    assert min(times, key=times.get) in (4, 8)
+    assert times[1] > 1.7 * times[2] > 1.7 * 1.7 * times[4]
+    assert times[8] < 1.2
+    assert times[16] > 0.85 * times[8]
 
 
 def test_even_lengths_gain_nothing_from_sequence_parallelism():
