@@ -10,6 +10,9 @@ from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.functional.plan import BatchPlan
 from lightning_rlbatch.functional.planning import plan_mini_batch, recut
 
+Role = Literal["update", "log_prob", "critic"]
+"""Whose token budget: the policy's update, forward-only passes, the critic's passes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchingOptions:
@@ -69,35 +72,39 @@ class BatchingOptions:
         if self.planner == "per_rank" and not self.balance:
             raise ValueError("planner='per_rank' balances samples over ranks, but balance is false. Drop one of them.")
 
-    def plan(self, lengths: Sequence[int], meshes: Meshes) -> BatchPlan:
-        """Plan one optimizer step.
+    def plan(self, lengths: Sequence[int], meshes: Meshes, *, role: Role = "update") -> BatchPlan:
+        """Plan one optimizer step, or one forward-only pass over samples that may go anywhere.
 
         Args:
-            lengths: Tokens of each sample of the mini-batch, known on every rank.
+            lengths: Tokens of each sample, known on every rank.
             meshes: Numbers of data-parallel and sequence-parallel ranks.
+            role: Whose budget.
         """
         return plan_mini_batch(
             lengths,
             dp_size=meshes.dp_size,
             sp_size=meshes.sp_size,
-            max_tokens_per_rank=self.max_tokens_per_rank,
-            micro_batch_size=self.micro_batch_size,
             balance=self.balance,
             equal_size=self.equal_size,
             planner=self.planner,
             oversize=self.oversize,
             coefficient=self.coefficient,
             padded=self.padded,
+            max_tokens_per_rank=self._cap("max_tokens_per_rank", role),
+            micro_batch_size=self._cap("micro_batch_size", role),
         )
+
+    def _cap(self, name: str, role: Role) -> int | None:
+        own: int | None = None if role == "update" else getattr(self, f"{role}_{name}")
+        common: int | None = getattr(self, name)
+        return own if own is not None else common
 
     @property
     def cuts_critic(self) -> bool:
         """Whether the critic has a budget of its own."""
         return self.critic_max_tokens_per_rank is not None or self.critic_micro_batch_size is not None
 
-    def recut(
-        self, lengths: Sequence[int], samples_per_rank: list[list[int]], meshes: Meshes, *, role: Literal["log_prob", "critic"]
-    ) -> BatchPlan:
+    def recut(self, lengths: Sequence[int], samples_per_rank: list[list[int]], meshes: Meshes, *, role: Role) -> BatchPlan:
         """Cut samples that already lie on their ranks, under the budget of another pass.
 
         Args:
@@ -109,12 +116,12 @@ class BatchingOptions:
         return recut(
             lengths,
             samples_per_rank,
-            max_tokens_per_rank=getattr(self, f"{role}_max_tokens_per_rank") or self.max_tokens_per_rank,
-            micro_batch_size=getattr(self, f"{role}_micro_batch_size") or self.micro_batch_size,
             sp_size=meshes.sp_size,
             coefficient=self.coefficient,
             oversize=self.oversize,
             padded=self.padded,
+            max_tokens_per_rank=self._cap("max_tokens_per_rank", role),
+            micro_batch_size=self._cap("micro_batch_size", role),
         )
 
 

@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.batching import BatchingOptions, Role
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.distributed.exchange import exchange_samples
 from lightning_rlbatch.distributed.mesh import Meshes
@@ -125,9 +124,7 @@ class RolloutStore:
         """Add or replace fields of this rank's samples."""
         self.samples = self.samples.with_fields(per_token=per_token or {}, per_sample=per_sample or {})
 
-    def score(
-        self, forward: Callable[[PackedBatch], dict[str, Tensor]], *, role: Literal["log_prob", "critic"] = "log_prob"
-    ) -> dict[str, Tensor]:
+    def score(self, forward: Callable[[PackedBatch], dict[str, Tensor]], *, role: Role = "log_prob") -> dict[str, Tensor]:
         """Run a forward-only pass over this rank's samples, with as many micro-batches as every other rank.
 
         Args:

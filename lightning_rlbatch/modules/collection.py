@@ -4,19 +4,21 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.batching import BatchingOptions, Role
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore, RolloutTable, gather_table
 from lightning_rlbatch.distributed.reductions import all_reduce_max, all_reduce_sums
 from lightning_rlbatch.functional.filters import overlong_penalty, zero_variance_groups
 from lightning_rlbatch.functional.metrics import length_metrics
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.preparation import RolloutPreparation
+from lightning_rlbatch.modules.reward_model import score_sequences
 from lightning_rlbatch.modules.sampling import Rollout, RolloutSampler, pack_rollouts
 from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.rollout.weights import full_parameters
@@ -55,14 +57,17 @@ class RolloutCollector:
             with self._timed("sync_weights"):
                 sync_weights(module)
             rollouts = self._sample()
+            if module.reward_scorer is not None:
+                with self._timed("reward_model"):
+                    self._score_with_model(module.reward_scorer, rollouts, options)
             with self._timed("exchange"):
-                samples = self._with_penalty(pack_rollouts(rollouts, sampler.own.start, len(module.reward_functions)))
+                samples = self._with_penalty(pack_rollouts(rollouts, sampler.own.start, len(module.component_names)))
                 table = gather_table(samples, self._group_ids(), sampler.prompts.rollouts_per_prompt, self.meshes)
                 store = RolloutStore(samples, table, [table.ids_of_prompts(members) for members in mini_batches], options, self.meshes)
                 store.to(module.device)
             with self._timed("scoring"):
                 for name, forward in module.scoring_passes().items():
-                    role: Literal["critic", "log_prob"] = "critic" if name == "values" and module.critic is not None else "log_prob"
+                    role: Role = "critic" if name == "values" and module.critic is not None else "log_prob"
                     store.update(per_token=store.score(_named(name, forward), role=role))
             prepared = RolloutPreparation(module, store).run()
         return store, self._metrics(table, rollouts) | prepared
@@ -79,6 +84,14 @@ class RolloutCollector:
             self.sampler.greedy_baselines(rollouts, sampling)
         return rollouts
 
+    def _score_with_model(self, scorer: TokenScorer, rollouts: list[Rollout], options: BatchingOptions) -> None:
+        sequences = [[*rollout.prompt_ids, *rollout.completion.token_ids] for rollout in rollouts]
+        scores = score_sequences(sequences, scorer, options, self.meshes, self.module.device)
+        for rollout, score in zip(rollouts, scores):
+            weighted = self.module.reward_model_weight * score
+            rollout.reward = weighted if math.isnan(rollout.reward) else rollout.reward + weighted
+            rollout.components.append(score)
+
     def _with_penalty(self, samples: PackedBatch) -> PackedBatch:
         buffer = self.module.overlong_buffer
         if buffer is None or not samples.num_samples:
@@ -93,7 +106,7 @@ class RolloutCollector:
         return positions.repeat_interleave(self.sampler.prompts.rollouts_per_prompt)
 
     def _metrics(self, table: RolloutTable, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        sums = all_reduce_sums(rollout_sums(self.module, rollouts), self.meshes.world_group)
+        sums = all_reduce_sums(rollout_sums(self.module.component_names, rollouts), self.meshes.world_group)
         metrics = reward_metrics(sums) | {f"length/{name}": value for name, value in _lengths(table).items()}
         equal = zero_variance_groups(table.rewards, table.group_ids)
         groups = max(1, int(equal.num_groups))
@@ -131,7 +144,7 @@ def evaluate_prompts(module: "PPOModule", prompts: PromptBatch, batch_index: int
     """
     sampler = RolloutSampler(module, prompts, _VALIDATION_STREAM + batch_index, "Validation rollouts")
     with scoring_context(module):
-        return rollout_sums(module, sampler.sample(module.sampling(prompts, temperature=module.validation_temperature)))
+        return rollout_sums(module.reward_names, sampler.sample(module.sampling(prompts, temperature=module.validation_temperature)))
 
 
 def sync_weights(module: "PPOModule") -> None:
@@ -144,11 +157,11 @@ def sync_weights(module: "PPOModule") -> None:
     module.rollout_engine.update_weights(full_parameters(module.policy.model))
 
 
-def rollout_sums(module: "PPOModule", rollouts: Sequence[Rollout]) -> dict[str, float]:
+def rollout_sums(names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return counts and sums of some rollouts, to add over batches and ranks.
 
     Args:
-        module: Names the reward functions.
+        names: Names of the rewards' components.
         rollouts: Any number, none included.
     """
     sums = {
@@ -156,7 +169,7 @@ def rollout_sums(module: "PPOModule", rollouts: Sequence[Rollout]) -> dict[str, 
         "tokens": float(sum(len(rollout.completion.token_ids) for rollout in rollouts)),
         "truncated": float(sum(rollout.completion.finish_reason == "length" for rollout in rollouts)),
     }
-    for position, name in enumerate(module.reward_names):
+    for position, name in enumerate(names):
         verdicts = [rollout.components[position] for rollout in rollouts if not math.isnan(rollout.components[position])]
         sums |= {f"reward:{name}": math.fsum(verdicts), f"verdicts:{name}": float(len(verdicts))}
     return sums

@@ -35,6 +35,7 @@ from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, load_model
 from lightning_rlbatch.modules.ppo_checks import check_ppo_options
 from lightning_rlbatch.modules.preparation import data_parallel_peers
+from lightning_rlbatch.modules.reward_model import build_reward_scorer
 from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards, reward_names
 from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.rollout.engine import RolloutEngine, SamplingParams
@@ -54,6 +55,9 @@ class PPOModule(RLBatchModule):
         policy: Model to train: a function that makes it, or the folder or hub name of a pretrained one.
         reward_functions: Functions ``reward(prompts, completions, **columns) -> list[float | None]``.
         reward_weights: Weight of each function; 1 each by default.
+        reward_model: Sequence classifier with one label that rewards prompt and completion too; same forms as ``policy``. With it
+            ``reward_functions`` may be empty.
+        reward_model_weight: Its weight.
         advantage: Estimator of advantages; :class:`GAE` needs a ``critic``.
         policy_loss: Per-token loss of the policy.
         loss_aggregation: How token terms become a loss; see ``aggregate``.
@@ -93,6 +97,8 @@ class PPOModule(RLBatchModule):
         reward_functions: list[RewardFunction],
         *,
         reward_weights: list[float] | None = None,
+        reward_model: ModelSource | None = None,
+        reward_model_weight: float = 1.0,
         advantage: AdvantageEstimator = GRPO(),
         policy_loss: PolicyLoss = PPOClip(),
         loss_aggregation: AggregationMode = "token-mean",
@@ -126,6 +132,8 @@ class PPOModule(RLBatchModule):
         self.reward_functions = reward_functions
         self.reward_weights = [1.0] * len(reward_functions) if reward_weights is None else reward_weights
         self.reward_names = reward_names(reward_functions)
+        self.reward_model_source = reward_model
+        self.reward_model_weight = reward_model_weight
         self.advantage = advantage
         self.policy_loss = policy_loss
         self.loss_aggregation = loss_aggregation
@@ -164,12 +172,16 @@ class PPOModule(RLBatchModule):
             rank_zero_warn(f"Dropout of the policy was set to 0 in {len(changed)} modules: with it the first probability ratio is not 1.")
         self.rollout_engine = self.build_engine(model)
         # Outside the module tree, else the frozen copy would be half of every checkpoint.
-        self._frozen: list[TokenScorer] = []
+        self._frozen: dict[str, TokenScorer] = {}
+        if self.reward_model_source is not None:
+            self._frozen["reward_model"] = build_reward_scorer(
+                self.reward_model_source, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group
+            )
         if self.kl_coefficient > 0 or self.kl_reward is not None:
             reference = load_model(self.policy_source)
             disable_dropout(reference)
             reference.requires_grad_(False)
-            self._frozen.append(self._scorer(reference).eval())
+            self._frozen["reference"] = self._scorer(reference).eval()
         self.policy = self._scorer(model, value_head=self.critic_source == "shared")
         self.critic = None
         if self.critic_source is not None and self.critic_source != "shared":
@@ -191,12 +203,22 @@ class PPOModule(RLBatchModule):
 
     def unregistered_modules(self) -> Sequence[nn.Module]:
         """Return the frozen models, for the strategy to shard."""
-        return self._frozen
+        return list(self._frozen.values())
 
     @property
     def reference(self) -> TokenScorer | None:
         """The frozen reference policy, or None if nothing needs one."""
-        return self._frozen[0] if self._frozen else None
+        return self._frozen.get("reference")
+
+    @property
+    def reward_scorer(self) -> TokenScorer | None:
+        """The frozen reward model, or None."""
+        return self._frozen.get("reward_model")
+
+    @property
+    def component_names(self) -> list[str]:
+        """Names of the rewards that are added up, in the order of ``component_rewards``."""
+        return self.reward_names + (["reward_model"] if self.reward_model_source is not None else [])
 
     @property
     def has_values(self) -> bool:

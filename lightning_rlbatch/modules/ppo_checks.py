@@ -18,8 +18,10 @@ def check_ppo_options(module: "PPOModule") -> None:
     Raises:
         ValueError: Names the options, their values and what to change.
     """
-    if not module.reward_functions:
-        raise ValueError("Expected at least one reward function. Pass reward_functions=[my_reward].")
+    if not module.reward_functions and module.reward_model_source is None:
+        raise ValueError("Expected at least one reward function, or a reward_model. Pass reward_functions=[my_reward].")
+    if module.reward_model_source is not None and module.max_sampling_rounds > 1:
+        raise ValueError("max_sampling_rounds looks at reward functions only. Set it to 1 with a reward_model.")
     if len(module.reward_weights) != len(module.reward_functions):
         raise ValueError(
             f"Got {len(module.reward_weights)} reward_weights for {len(module.reward_functions)} reward_functions. Pass one weight each."

@@ -48,9 +48,11 @@ def call_rewards(
     for name, function in zip(reward_names(functions), functions):
         # A rank may have no completion at all; functions need not be written for that.
         by_name[name] = _checked(name, function(**_accepted(function, arguments)), completions) if completions else []
+    if not completions or not functions:
+        return [math.nan] * len(completions), by_name
     components = torch.tensor(list(by_name.values()), dtype=torch.float64).T
-    totals = combine_rewards(components, list(weights)) if completions else torch.zeros(0)
-    return totals.tolist(), by_name
+    totals: list[float] = combine_rewards(components, list(weights)).tolist()
+    return totals, by_name
 
 
 def reward_names(functions: Sequence[RewardFunction]) -> list[str]:

@@ -125,7 +125,7 @@ class RolloutSampler:
                 completion_ids=[completion.token_ids for completion in completions],
                 columns={name: [prompts.columns[prompt].get(name) for prompt in chosen] for name in names},
             )
-            components = zip(*by_name.values())
+            components = zip(*by_name.values()) if by_name else [()] * len(totals)
             return [
                 Rollout(prompts.prompt_ids[prompt], completion, reward, list(parts))
                 for prompt, completion, reward, parts in zip(chosen, completions, totals, components)
