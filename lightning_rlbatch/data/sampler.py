@@ -98,11 +98,7 @@ class TokenBudgetSampler(DistributedSampler[Any]):
         check_at_least("group_size", group_size, 1)
         check_at_least("seed", seed, 0)
         self._expects_no_group = dp_size is None and not _joined()
-        size = (dist.get_world_size() // sp_size if _joined() else 1) if dp_size is None else dp_size
-        rank = (dist.get_rank() // sp_size if dp_size is None and _joined() else 0) if dp_rank is None else dp_rank
-        check_at_least("dp_size", size, 1)
-        if not 0 <= rank < size:
-            raise ValueError(f"`dp_rank` must be between 0 and dp_size - 1 = {size - 1} but got {rank}.")
+        size, rank = _resolve_rank(dp_size, dp_rank, sp_size)
         if mini_batch_size % group_size:
             raise ValueError(f"`mini_batch_size` must be a multiple of group_size={group_size} but got {mini_batch_size}.")
         if num_micro_steps is not None and not flat:
@@ -256,3 +252,13 @@ class TokenBudgetSampler(DistributedSampler[Any]):
 
 def _joined() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _resolve_rank(dp_size: int | None, dp_rank: int | None, sp_size: int) -> tuple[int, int]:
+    """Return size and rank, taken from the default process group where they are not given."""
+    size = (dist.get_world_size() // sp_size if _joined() else 1) if dp_size is None else dp_size
+    rank = (dist.get_rank() // sp_size if dp_size is None and _joined() else 0) if dp_rank is None else dp_rank
+    check_at_least("dp_size", size, 1)
+    if not 0 <= rank < size:
+        raise ValueError(f"`dp_rank` must be between 0 and dp_size - 1 = {size - 1} but got {rank}.")
+    return size, rank

@@ -137,7 +137,7 @@ def recut(
 
     Example:
         >>> recut([4, 4, 4, 9], [[0, 1, 2], [3]], max_tokens_per_rank=9).assignment
-        [[[0, 2], [1]], [[3], []]]
+        [[[1, 2], [0]], [[3], []]]
     """
     job = checked_input(seq_lens, max_tokens_per_rank, micro_batch_size, sp_size, coefficient, 1, oversize, padded)
     if not samples_per_rank or sorted(i for rank in samples_per_rank for i in rank) != list(range(len(job.lengths))):
