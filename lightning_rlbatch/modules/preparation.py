@@ -12,6 +12,7 @@ from lightning_rlbatch.functional.kl import kl_penalty
 from lightning_rlbatch.functional.metrics import explained_variance, explained_variance_sums, token_mean
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.peers import Peers
+from lightning_rlbatch.modules.base import RLBatchModule
 
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo import PPOModule
@@ -84,6 +85,6 @@ class RolloutPreparation:
         return metrics
 
 
-def data_parallel_peers(module: "PPOModule") -> Peers:
+def data_parallel_peers(module: RLBatchModule) -> Peers:
     """Return the data-parallel ranks as the pure functions see them."""
     return Peers(gather=lambda rows: all_gather_rows(rows, module.meshes.dp_group), rank=module.meshes.dp_rank)
