@@ -128,6 +128,7 @@ class TokenBudgetSampler(DistributedSampler[Any]):
             oversize=oversize,
             planner=planner,
             padded=padded,
+            refine=not flat,  # refinement may prefer one more micro-step, but in the flat form their number is fixed
         )
         self._start = 0
         self._position = 0
