@@ -366,7 +366,7 @@ def prompts(text: str) -> list[dict[str, str]]:
 
 def varied_reward(prompts: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> list[float]:
     """Return a reward that differs between rollouts of a prompt."""
-    return [float(sum(tokens) % 7) for tokens in completion_ids]
+    return [1.0 + sum(tokens) % 7 for tokens in completion_ids]
 
 
 # -- what ranks say to each other --------------------------------------------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""Whole PPO runs, rollouts to validation, on several ranks: same collectives, same numbers (R02, R03, R06, R09, R10, R17)."""
+
+import math
+import types
+import warnings
+
+import pytest
+import torch
+from helpers import (
+    CollectiveRecorder,
+    ScriptedPPO,
+    StepRecorder,
+    ToyTokenizer,
+    make_trainer,
+    prompts,
+    relative_difference,
+    sgd,
+    tiny_llama,
+    varied_reward,
+    whole_parameters,
+)
+
+from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.functional import GAE, GRPO
+from lightning_rlbatch.modules import PPOModule
+from lightning_rlbatch.strategies import RLBatchFSDPStrategy
+from lightning_rlbatch.testing import run_distributed
+
+TRAIN = "gabgcdegfbag"  # 'a' is answered by 1 token ... 'g' by 7
+SIZES = {"train_batch_size": 6, "mini_batch_size": 3, "rollouts_per_prompt": 2, "max_prompt_length": 1, "max_response_length": 7}
+
+
+def some_verdicts(prompts, completion_ids):
+    """No verdict on some rollouts: they leave their group's statistics and training."""
+    return [None if sum(ids) % 5 == 0 else float(sum(ids) % 3) for ids in completion_ids]
+
+
+def scripted(**options):
+    defaults = {
+        "reward_functions": [varied_reward],
+        "critic": lambda: tiny_llama(1, dtype=torch.get_default_dtype()),
+        "advantage": GAE(),
+        "kl_coefficient": 0.1,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    }
+    return ScriptedPPO(lambda: tiny_llama(dtype=torch.get_default_dtype()), **defaults | options)
+
+
+def data_module(train=TRAIN, val=None, **options):
+    sources = {"train_prompts": lambda: prompts(train), "val_prompts": None if val is None else lambda: prompts(val)}
+    return RolloutDataModule(tokenizer=ToyTokenizer(), **sources, **{"max_tokens_per_rank": 8, **SIZES, **options})
+
+
+def fit(module, data, world_size, strategy="rlbatch_fsdp", **kwargs):
+    """Return what the run did, without the objects that cannot leave their process."""
+    recorder = StepRecorder()
+    has_val = data.val_source is not None
+    trainer = make_trainer(
+        world_size, strategy, callbacks=[recorder], limit_val_batches=1.0 if has_val else 0, **{"max_epochs": 2, **kwargs}
+    )
+    trainer.fit(module, datamodule=data)
+    validation = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    return types.SimpleNamespace(
+        metrics=recorder.metrics, parameters=whole_parameters(module), validation=validation, global_step=trainer.global_step
+    )
+
+
+def comparable(metrics):
+    """Metrics that must not depend on the layout: all but times and what the plan says of itself."""
+    return {name: value for name, value in metrics.items() if name.split("/")[0] not in ("balance", "time", "perf") and value == value}
+
+
+# -- same collectives ------------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_call_the_same_collectives_from_rollouts_to_validation():
+    def fn(rank, world_size):
+        with CollectiveRecorder() as collectives:
+            # Contiguous blocks: one rank has long samples only, the other short ones.
+            fit(scripted(), data_module("gggab", "gab", balance=False, train_batch_size=5, mini_batch_size=5), world_size, max_epochs=1)
+        return collectives.calls
+
+    first, second = run_distributed(fn, 2, init_process_group=False)
+    assert first == second
+    assert len(first) > 50
+    kinds = set(first)
+    assert any("alltoall" in name for name in kinds)
+    assert any("allgather" in name for name in kinds)
+    assert any("reduce_scatter" in name for name in kinds)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_single_sample_on_two_ranks_trains_beside_a_filler(precision):
+    options = {"train_batch_size": 1, "mini_batch_size": 1, "rollouts_per_prompt": 1}
+
+    def fn(rank, world_size):
+        with CollectiveRecorder() as collectives:
+            run = fit(
+                scripted(advantage=GAE(whiten=False)), data_module("g", "g", **options), world_size, max_epochs=1, precision=precision
+            )
+        return collectives.calls, run
+
+    ((_, alone),) = run_distributed(fn, 1, init_process_group=False)
+    (calls, run), (other_calls, other) = run_distributed(fn, 2, init_process_group=False)
+    assert calls == other_calls
+    assert comparable(run.metrics[0]) == comparable(other.metrics[0])
+    assert run.metrics[0]["train/num_sequences"] == 1
+    assert run.metrics[0]["train/num_tokens"] == 7
+    tolerance = 1e-5 if precision == "32-true" else 1e-2
+    assert relative_difference(comparable(run.metrics[0]), comparable(alone.metrics[0])) < tolerance
+
+
+# -- same numbers ------------------------------------------------------------------------------------------------------------------------
+
+RUNS = {  # options of module, data and Trainer; an iteration has two mini-batches
+    "ppo": ({}, {"ppo_epochs": 2}, {}),
+    "missing verdicts": ({"reward_functions": [some_verdicts], "critic": None, "advantage": GRPO()}, {}, {}),
+    "two rewards": (
+        {"reward_functions": [varied_reward, some_verdicts], "reward_weights": [1.0, 0.5]},
+        {"planner": "per_rank"},
+        {"max_epochs": 1},
+    ),
+    "static": ({"critic": "shared"}, {"max_tokens_per_rank": None, "micro_batch_size": 2}, {"max_epochs": 1}),
+}
+LAYOUTS = [(1, "auto", 1), (2, "fsdp", 1), (2, "ddp", 1), (4, "fsdp", 1), (4, "fsdp", 2)]
+
+
+def run_all(rank, world_size, strategy, sp_size):
+    torch.set_default_dtype(torch.float64)
+    results = {}
+    for name, (module_options, data_options, trainer_options) in RUNS.items():
+        made = RLBatchFSDPStrategy(sp_size) if strategy == "fsdp" else strategy
+        results[name] = fit(scripted(**module_options), data_module(val="gac", **data_options), world_size, made, **trainer_options)
+    return results
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """All ranks of all layouts."""
+    return {layout: run_distributed(run_all, *layout, timeout=240.0, init_process_group=False) for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} x {layout[1]}, sp {layout[2]}")
+def test_whole_run_does_not_depend_on_the_layout(layout, name, runs):
+    expected = runs[LAYOUTS[0]][0][name]
+    assert len(expected.metrics) == {"ppo": 8, "missing verdicts": 4, "two rewards": 2, "static": 2}[name]
+    for rank in runs[layout]:
+        run = rank[name]
+        assert run.global_step == len(run.metrics) == len(expected.metrics)
+        for step, (metrics, reference) in enumerate(zip(run.metrics, expected.metrics)):
+            assert relative_difference(comparable(metrics), comparable(reference)) < 1e-9, step
+        assert relative_difference(run.parameters, expected.parameters) < 1e-9
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} x {layout[1]}, sp {layout[2]}")
+def test_three_validation_prompts_give_the_same_metric_on_any_number_of_ranks(layout, runs):
+    expected = runs[LAYOUTS[0]][0]["ppo"].validation
+    assert expected["val/length/mean"] == pytest.approx((7 + 1 + 3) / 3)
+    for rank in runs[layout]:
+        assert rank["ppo"].validation == pytest.approx(expected, rel=1e-12)
+
+
+def test_rollouts_without_a_verdict_are_not_trained_on(runs):
+    run = runs[LAYOUTS[0]][0]["missing verdicts"]
+    trained = sum(row["train/num_sequences"] for row in run.metrics)
+    assert 0 < trained < 2 * 6 * 2
+    assert all(math.isfinite(row["train/loss"]) for row in run.metrics)
+
+
+# -- the first ratio -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "precision"),
+    [(1, {}, "32-true"), (2, {}, "32-true"), (2, {"remove_padding": False}, "32-true"), (2, {}, "bf16-mixed")],
+)
+def test_first_ratio_is_one_and_nothing_is_clipped_although_the_config_has_dropout(world_size, options, precision):
+    def fn(rank, size):
+        module = PPOModule(lambda: tiny_llama(dropout=0.3), [varied_reward], kl_coefficient=0.1, optimizer=sgd, **options)
+        data = data_module(log_prob_max_tokens_per_rank=40, mini_batch_size=6)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run = fit(module, data, size, max_epochs=1, precision=precision)
+        return run.metrics[0], [str(warning.message) for warning in caught]
+
+    for rank, (metrics, said) in enumerate(run_distributed(fn, world_size, init_process_group=False)):
+        assert metrics["train/ratio"] == pytest.approx(1, abs=1e-5)
+        assert metrics["train/approx_kl"] == pytest.approx(0, abs=1e-5)
+        assert metrics["kl/reference"] == pytest.approx(0, abs=1e-5)
+        assert [metrics[f"train/clip_fraction_{side}"] for side in ("low", "high")] == [0, 0]
+        assert any("Dropout of the policy was set to 0" in text for text in said) == (rank == 0)
