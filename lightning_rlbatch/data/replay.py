@@ -12,8 +12,9 @@ from typing_extensions import override
 from lightning_rlbatch.data.batching import BatchingOptions, mini_batch_members
 from lightning_rlbatch.data.dumps import RolloutDump
 from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.prompt_reading import TokenizerSource, load_tokenizer
 from lightning_rlbatch.data.recording import RecordedRollouts, gather_recorded_table
-from lightning_rlbatch.data.rollout import Position, TokenizerSource, load_tokenizer
+from lightning_rlbatch.data.rollout import Position
 from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck

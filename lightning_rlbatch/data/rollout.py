@@ -1,10 +1,8 @@
 """The DataModule of RL: prompts in, planned mini-batches of fresh rollouts out."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -14,15 +12,9 @@ from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions, mini_batch_members
 from lightning_rlbatch.data.mini_batch import MiniBatch
-from lightning_rlbatch.data.prompts import PromptBatch, Tokenizer
-from lightning_rlbatch.data.sources import import_callable
+from lightning_rlbatch.data.prompt_reading import PromptSource, TokenizerSource, load_tokenizer, read_prompts
+from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore
-
-PromptSource: TypeAlias = str | Callable[[], Sequence[Mapping[str, Any]]]
-"""A function that returns rows with a ``prompt`` column, its import path, or the path of a JSONL file of such rows."""
-
-TokenizerSource: TypeAlias = Callable[[], Any] | str | Any
-"""A class or function that makes the tokenizer, the tokenizer itself, or the folder or hub name of a transformers one."""
 
 
 @runtime_checkable
@@ -182,25 +174,13 @@ class RolloutDataModule(pl.LightningDataModule):
                 )
 
     def _read(self, source: PromptSource, rollouts_per_prompt: int, name: str) -> PromptBatch:
-        rows = read_rows(source, name)
-        prompts = [str(row["prompt"]) for row in rows]
-        prompt_ids = [list(self.tokenizer.encode(prompt)) for prompt in prompts]
-        kept = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= self.max_prompt_length]
-        if len(kept) < len(rows):
-            rank_zero_warn(
-                f"{len(rows) - len(kept)} of {len(rows)} rows of {name} are left out: empty, or more than"
-                f" max_prompt_length={self.max_prompt_length} tokens."
-            )
-        if not kept:
-            raise ValueError(f"No row of {name} is left within max_prompt_length={self.max_prompt_length} tokens. Raise it.")
-        return PromptBatch(
-            prompts=[prompts[index] for index in kept],
-            prompt_ids=[prompt_ids[index] for index in kept],
-            columns=[{key: value for key, value in rows[index].items() if key != "prompt"} for index in kept],
-            positions=list(range(len(kept))),
+        return read_prompts(
+            source,
+            self.tokenizer,
+            name=name,
             rollouts_per_prompt=rollouts_per_prompt,
+            max_prompt_length=self.max_prompt_length,
             max_response_length=self.max_response_length,
-            tokenizer=self.tokenizer,
             seed=self.seed,
         )
 
@@ -367,50 +347,3 @@ def _first_uses(batches: Sequence[Sequence[int]]) -> list[list[int]]:
         leading.append(list(part))
     others = sorted({prompt for part in batches for prompt in part} - seen)
     return [*leading, others] if others else leading
-
-
-def read_rows(source: PromptSource, name: str) -> list[dict[str, Any]]:
-    """Read prompt rows.
-
-    Args:
-        source: See ``PromptSource``.
-        name: Option to name in errors.
-
-    Raises:
-        ValueError: No rows, a row that is no JSON object, or one without a ``prompt``.
-    """
-    maker = source
-    if isinstance(source, str) and not Path(source).is_file():
-        found = import_callable(source)
-        if found is None:
-            raise ValueError(f"{name} is {source!r}, which is neither an existing file nor the import path of a function.")
-        maker = found
-    rows = _read_jsonl(maker, name) if isinstance(maker, str) else list(maker())
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping) or "prompt" not in row:
-            raise ValueError(f"{name}: row {number} must be an object with a 'prompt' but is {str(row)[:80]!r}.")
-    if not rows:
-        raise ValueError(f"{name} has no rows.")
-    return [dict(row) for row in rows]
-
-
-def _read_jsonl(path: str, name: str) -> list[Any]:
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{name}: line {number} of {path} is not JSON ({error}).") from None
-    return rows
-
-
-def load_tokenizer(source: TokenizerSource) -> Tokenizer:
-    """Return the tokenizer that was configured; see ``TokenizerSource``."""
-    if isinstance(source, str):
-        from transformers import AutoTokenizer
-
-        return cast(Tokenizer, AutoTokenizer.from_pretrained(source))
-    # transformers' tokenizers are callable themselves
-    is_tokenizer = hasattr(source, "encode") and not isinstance(source, type)
-    return cast(Tokenizer, source if is_tokenizer else cast(Callable[[], Any], source)())
