@@ -213,7 +213,7 @@ class HanoiDemonstrations(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         (['input_ids', 'response_mask'], 1, [False, False, False, False, False, False, True])
     """
 
-    def __init__(self, size: int = 16000, noise: float = 0.04, seed: int = 0) -> None:
+    def __init__(self, size: int = 32000, noise: float = 0.04, seed: int = 0) -> None:
         if size < 1 or not 0 <= noise <= 1:
             raise ValueError(f"Expected size of at least 1 and noise between 0 and 1 but got size={size} and noise={noise}.")
         self.size = size
