@@ -7,6 +7,7 @@ from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.rollout import RolloutDataModule
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
 from lightning_rlbatch.data.sft import MiniBatchDataset, SFTDataModule
+from lightning_rlbatch.data.streaming import stream_mini_batches
 
 __all__ = [
     "BatchingOptions",
@@ -19,4 +20,5 @@ __all__ = [
     "RolloutDataModule",
     "SFTDataModule",
     "TokenBudgetSampler",
+    "stream_mini_batches",
 ]

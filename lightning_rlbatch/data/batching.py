@@ -25,7 +25,7 @@ class BatchingOptions:
         log_prob_micro_batch_size: Samples per micro-batch of forward-only passes; None takes ``micro_batch_size``.
         critic_max_tokens_per_rank: Budget of the critic's passes; None takes the policy's. Needs a critic with a trunk of its own.
         critic_micro_batch_size: Samples per micro-batch of the critic; None takes the policy's.
-        balance: False keeps samples in contiguous blocks, one per rank.
+        balance: False keeps samples in contiguous blocks, one per rank; with ``per_rank`` each rank still cuts its block by load.
         equal_size: Numbers of samples per rank differ by at most one.
         planner: ``"global"``, or ``"per_rank"``, the two-layer baseline.
         oversize: ``"error"`` or ``"isolate"``: what to do with a sample above the budget.
@@ -69,8 +69,6 @@ class BatchingOptions:
             if getattr(self, refused) is not None:
                 mode = "max_tokens_per_rank" if self.micro_batch_size is None else "micro_batch_size"
                 raise ValueError(f"{refused} has no effect with {mode}: set {instead} instead, or remove it.")
-        if self.planner == "per_rank" and not self.balance:
-            raise ValueError("planner='per_rank' balances samples over ranks, but balance is false. Drop one of them.")
 
     def plan(self, lengths: Sequence[int], meshes: Meshes, *, role: Role = "update") -> BatchPlan:
         """Plan one optimizer step, or one forward-only pass over samples that may go anywhere.

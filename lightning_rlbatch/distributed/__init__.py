@@ -3,6 +3,7 @@
 from lightning_rlbatch.distributed.exchange import Route, exchange_samples, plan_destinations
 from lightning_rlbatch.distributed.failure import PeerFailedError, fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
+from lightning_rlbatch.distributed.heads import HeadPlan
 from lightning_rlbatch.distributed.mesh import Meshes, build_meshes, data_parallel_meshes, single_process_meshes
 from lightning_rlbatch.distributed.micro_steps import max_num_micro_steps
 from lightning_rlbatch.distributed.reductions import (
@@ -13,10 +14,11 @@ from lightning_rlbatch.distributed.reductions import (
     all_reduce_sums,
     gradient_scale,
 )
-from lightning_rlbatch.distributed.ulysses import gather_sequence, shard_sequence, ulysses_attention
+from lightning_rlbatch.distributed.ulysses import gather_sequence, pad_seq_lens, shard_sequence, ulysses_attention
 
 __all__ = [
     "CollectiveCheck",
+    "HeadPlan",
     "Meshes",
     "PeerFailedError",
     "Route",
@@ -32,6 +34,7 @@ __all__ = [
     "gather_sequence",
     "gradient_scale",
     "max_num_micro_steps",
+    "pad_seq_lens",
     "plan_destinations",
     "shard_sequence",
     "single_process_meshes",

@@ -39,6 +39,7 @@ from lightning_rlbatch.functional.algorithms import (
 )
 from lightning_rlbatch.functional.attention import varlen_attention
 from lightning_rlbatch.functional.balancing import balanced_partition, karmarkar_karp
+from lightning_rlbatch.functional.bounds import equal_partition_bound, free_partition_bound, step_workload_bound
 from lightning_rlbatch.functional.estimators import (
     GAE,
     AdvantageEstimator,
@@ -77,6 +78,7 @@ from lightning_rlbatch.functional.metrics import (
     token_mean,
 )
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.functional.parallel_sizes import sequence_parallel_times
 from lightning_rlbatch.functional.peers import ALONE, Peers
 from lightning_rlbatch.functional.per_rank import count_micro_steps, plan_rank
 from lightning_rlbatch.functional.plan import BatchPlan
@@ -152,9 +154,11 @@ __all__ = [
     "effective_sample_size",
     "effective_sample_size_sums",
     "entropy_bonus",
+    "equal_partition_bound",
     "explained_variance",
     "explained_variance_sums",
     "fit_workload_coefficient",
+    "free_partition_bound",
     "full_kl",
     "gae",
     "gdpo_advantages",
@@ -189,8 +193,10 @@ __all__ = [
     "sapo_loss",
     "select_clip_cov",
     "select_kl_cov",
+    "sequence_parallel_times",
     "should_resample",
     "spread_to_tokens",
+    "step_workload_bound",
     "token_covariance",
     "token_keys",
     "token_mean",
