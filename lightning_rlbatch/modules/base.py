@@ -23,6 +23,7 @@ from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.distributed.reductions import all_reduce_sums, gradient_scale
 from lightning_rlbatch.functional.aggregation import Denominators
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
 from lightning_rlbatch.strategies.access import averages_over, meshes_of
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
@@ -133,17 +134,16 @@ class RLBatchModule(pl.LightningModule):
     @override
     def configure_model(self) -> None:
         if not self._built:
-            self._check_trainer()
+            if self._trainer is not None:
+                check_strategy(self.trainer, self)
             self.build_models()
             self._built = True
 
-    def _check_trainer(self) -> None:
-        if isinstance(self.trainer.strategy, (DDPStrategy, SingleDeviceStrategy)) or hasattr(self.trainer.strategy, "meshes"):
-            return
-        raise MisconfigurationException(
-            f"{type(self).__name__} runs under RLBatchFSDPStrategy ('rlbatch_fsdp'), DDP or one device, but the Trainer has"
-            f" {type(self.trainer.strategy).__name__}. Pass strategy='rlbatch_fsdp'."
-        )
+    @override
+    def configure_callbacks(self) -> list[Any]:
+        """Add no callbacks; the first hook that a Trainer calls, used to refuse what Lightning would refuse in less helpful words."""
+        check_manual_optimization(self.trainer, self)
+        return []
 
     @override
     def configure_optimizers(self) -> Any:
