@@ -42,8 +42,12 @@ def scores_on_ranks(rank: int, world_size: int, sp_size: int, remove_padding: bo
         return score_sequences(own, scorer, options, meshes, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("world_size", "sp_size", "remove_padding"), [(1, 1, True), (2, 1, True), (2, 1, False), (2, 2, True), (4, 2, True)])
-def test_scores_equal_those_of_the_classifier_and_return_to_the_rank_that_asked(world_size: int, sp_size: int, remove_padding: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "sp_size", "remove_padding"), [(1, 1, True), (2, 1, True), (2, 1, False), (2, 2, True), (4, 2, True)]
+)
+def test_scores_equal_those_of_the_classifier_and_return_to_the_rank_that_asked(
+    world_size: int, sp_size: int, remove_padding: bool
+) -> None:
     results = run_distributed(scores_on_ranks, world_size, sp_size, remove_padding)
     assert results[-1] == pytest.approx(one_by_one(), rel=1e-4, abs=1e-6)
     assert all(result == [] for result in results[:-1])

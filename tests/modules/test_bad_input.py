@@ -1,0 +1,225 @@
+"""Bad input is an error on every rank that names what is wrong, before anybody waits."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from helpers import (
+    ConstantLossModule,
+    HandMadeDataModule,
+    ScriptedPPO,
+    Step,
+    ToyTokenizer,
+    constant_sample,
+    make_trainer,
+    prompts,
+    tiny_llama,
+)
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_rlbatch.data import BatchingOptions, RolloutDataModule, SFTDataModule
+from lightning_rlbatch.functional import FunctionLoss
+from lightning_rlbatch.modules import SFTModule
+from lightning_rlbatch.strategies import RLBatchFSDPStrategy
+from lightning_rlbatch.testing import run_distributed
+
+SIZES = {"train_batch_size": 4, "mini_batch_size": 2, "rollouts_per_prompt": 2, "max_prompt_length": 1, "max_response_length": 7}
+
+
+def ppo_data(**options):
+    return RolloutDataModule(lambda: prompts("abcd"), ToyTokenizer(), **{"max_tokens_per_rank": 8, **SIZES, **options})
+
+
+def errors_of(make, world_size=2, strategy="rlbatch_fsdp"):
+    """Return type and message of every rank's error; the ranks must not need a timeout to get there."""
+
+    def fn(rank, size):
+        start = time.monotonic()
+        try:
+            module, data = make(rank)
+            made = strategy() if callable(strategy) else strategy
+            make_trainer(size, made, max_steps=1).fit(module, datamodule=data)
+        except Exception as error:
+            return type(error), str(error), time.monotonic() - start
+        return None, "no error", 0.0
+
+    results = run_distributed(fn, world_size, pg_timeout=60.0, init_process_group=False)
+    assert all(seconds < 20 for _, _, seconds in results)
+    return [(kind, message) for kind, message, _ in results]
+
+
+def too_few(prompts, completions):
+    return [1.0] * (len(completions) - 1)
+
+
+def not_a_number(prompts, completions):
+    return [float("nan")] * len(completions)
+
+
+def breaks(prompts, completions):
+    raise LookupError("the answer key has no entry for this prompt")
+
+
+def good(prompts, completions):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "words"),
+    [
+        (too_few, ValueError, ["'too_few'", "3 rewards for 4 completions"]),
+        (not_a_number, ValueError, ["'not_a_number'", "nan", "completion 0"]),
+        (breaks, LookupError, ["no entry for this prompt"]),
+    ],
+)
+def test_reward_function_that_fails_on_one_rank_only_is_an_error_on_every_rank(bad, kind, words):
+    def make(rank):
+        reward = bad if rank == 1 else good
+        return ScriptedPPO(tiny_llama, [reward]), ppo_data()
+
+    (peer_kind, peer_message), (own_kind, own_message) = errors_of(make)
+    assert own_kind is kind
+    assert issubclass(peer_kind, RuntimeError)
+    assert "Rank 1 failed" in peer_message
+    for word in words:
+        assert word in own_message
+        assert word in peer_message
+
+
+def test_loss_of_ones_own_that_returns_a_mean_is_refused():
+    def mean_loss(log_probs, old_log_probs, advantages, response_mask, cu_seqlens):
+        return (-advantages * log_probs).mean()
+
+    def make(rank):
+        return ScriptedPPO(tiny_llama, [good], policy_loss=FunctionLoss(mean_loss)), ppo_data()
+
+    for kind, message in errors_of(make):
+        assert kind is ValueError
+        assert "Policy loss" in message
+        assert "one unreduced term per token" in message
+
+
+def test_world_that_sequence_parallel_size_does_not_divide_is_refused_on_every_rank_with_the_numbers():
+    rows = [constant_sample(2, 1.0)]
+
+    def make(rank):
+        return ConstantLossModule(), SFTDataModule(rows, mini_batch_size=1, max_tokens_per_rank=8)
+
+    for kind, message in errors_of(make, 2, lambda: RLBatchFSDPStrategy(sequence_parallel_size=3)):
+        assert kind is ValueError
+        assert "`sequence_parallel_size`=3 must divide the number of ranks, 2" in message
+
+
+@pytest.mark.parametrize("option", ["sequence_parallel_size", "data_parallel_replicate_size"])
+def test_parallel_size_of_zero_is_refused_by_name(option):
+    with pytest.raises(ValueError, match=f"{option} to be at least 1 but got 0"):
+        RLBatchFSDPStrategy(**{option: 0})
+
+
+def test_sequence_parallelism_with_padding_is_refused_on_every_rank():
+    rows = [{"input_ids": [3, 4, 5], "response_mask": [False, True, True]}]
+
+    def make(rank):
+        return SFTModule(tiny_llama, remove_padding=False), SFTDataModule(rows, mini_batch_size=1, max_tokens_per_rank=8)
+
+    for kind, message in errors_of(make, 2, lambda: RLBatchFSDPStrategy(sequence_parallel_size=2)):
+        assert kind is ValueError
+        assert "sequence_parallel_size=2" in message
+        assert "remove_padding" in message
+
+
+def test_strategy_that_would_scale_gradients_wrongly_is_refused_with_the_name_of_ours():
+    rows = [constant_sample(2, 1.0)]
+
+    def make(rank):
+        return ConstantLossModule(), SFTDataModule(rows, mini_batch_size=1, max_tokens_per_rank=8)
+
+    for kind, message in errors_of(make, 2, ModelParallelStrategy):
+        assert kind is MisconfigurationException
+        assert "ModelParallelStrategy" in message
+        assert "rlbatch_fsdp" in message
+
+
+def test_prompt_and_response_longer_than_the_budget_are_refused_before_anything_is_sampled():
+
+    def make(rank):
+        return ScriptedPPO(tiny_llama, [good]), ppo_data(max_prompt_length=4)
+
+    for kind, message in errors_of(make):
+        assert kind is ValueError
+        for words in ("11 tokens", "max_prompt_length=4", "max_response_length=7", "max_tokens_per_rank=8"):
+            assert words in message
+
+
+def test_sample_longer_than_the_budget_is_refused_on_every_rank_by_its_number():
+    rows = [constant_sample(length, 1.0) for length in (3, 8, 3)]
+
+    def make(rank):
+        return ConstantLossModule(), SFTDataModule(rows, mini_batch_size=3, max_tokens_per_rank=8)
+
+    for kind, message in errors_of(make):
+        assert kind is ValueError
+        assert "Sample 1 has 9 tokens" in message
+        assert "max_tokens_per_rank" in message
+
+
+def test_prompts_longer_than_the_limit_are_counted_in_a_warning_and_it_is_an_error_if_none_is_left():
+    data = RolloutDataModule(lambda: [*prompts("a"), {"prompt": "abc"}], ToyTokenizer(), **{"max_tokens_per_rank": 8, **SIZES})
+    with pytest.warns(UserWarning, match="1 of 2 rows of train_prompts are left out.*max_prompt_length=1"):
+        data.setup("fit")
+    data = RolloutDataModule(lambda: [{"prompt": "abc"}], ToyTokenizer(), **{"max_tokens_per_rank": 8, **SIZES})
+    with pytest.warns(UserWarning, match="1 of 1 rows"), pytest.raises(ValueError, match="No row of train_prompts is left"):
+        data.setup("fit")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [field.name for field in dataclasses.fields(BatchingOptions) if field.name.endswith(("_rank", "batch_size"))],
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_budget_below_one_is_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=f"Expected {option} to be at least 1 but got {value}"):
+        BatchingOptions(**{"max_tokens_per_rank" if "tokens" in option else "micro_batch_size": 8, option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "exactly one of max_tokens_per_rank and micro_batch_size"),
+        ({"max_tokens_per_rank": 8, "micro_batch_size": 2}, "exactly one of max_tokens_per_rank and micro_batch_size"),
+        ({"max_tokens_per_rank": 8, "log_prob_micro_batch_size": 2}, "log_prob_micro_batch_size has no effect"),
+        ({"micro_batch_size": 8, "log_prob_max_tokens_per_rank": 2}, "log_prob_max_tokens_per_rank has no effect"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        BatchingOptions(**options)
+
+
+@pytest.mark.parametrize("option", ["train_batch_size", "mini_batch_size", "rollouts_per_prompt", "ppo_epochs", "max_response_length"])
+def test_size_of_zero_is_refused_by_name(option):
+    with pytest.raises(ValueError, match=f"Expected {option} to be at least 1 but got 0"):
+        ppo_data(**{option: 0})
+
+
+def test_dataloader_of_something_else_is_refused_with_what_to_use():
+    class Tensors(HandMadeDataModule):
+        def __iter__(self):
+            yield torch.zeros(2)
+
+    def make(rank):
+        return ConstantLossModule(), Tensors(None, [Step(None)])
+
+    for kind, message in errors_of(make, 1, "auto"):
+        assert kind is TypeError
+        assert "MiniBatch" in message
+        assert "Tensor" in message
+
+
+@pytest.mark.parametrize("option", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}])
+def test_trainer_options_that_manual_optimization_refuses_point_to_ours(option):
+    data = SFTDataModule([constant_sample(2, 1.0)], mini_batch_size=1, max_tokens_per_rank=8)
+    with pytest.raises(MisconfigurationException, match="max_grad_norm" if "gradient_clip_val" in option else "max_tokens_per_rank"):
+        make_trainer(1, "auto", max_steps=1, **option).fit(ConstantLossModule(), datamodule=data)
