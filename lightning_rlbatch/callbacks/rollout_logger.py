@@ -169,12 +169,17 @@ def rollout_histograms(table: RolloutTable, num_bins: int) -> dict[str, dict[str
 
     Returns:
         ``"length"`` and ``"reward"``, each with ``"edges"`` (num_bins + 1) and ``"counts"`` (num_bins). A value on an inner edge counts
-        in the bin above it. Without any reward the reward's lists are empty.
+        in the bin above it. Values that are all the same make one bin without width; no values make none.
     """
     histograms: dict[str, dict[str, list[float]]] = {}
     for name, values in _columns(table).items():
-        counts, edges = np.histogram(values, bins=num_bins) if values else (np.zeros(0), np.zeros(0))
-        histograms[name] = {"edges": [float(edge) for edge in edges], "counts": [int(count) for count in counts]}
+        if not values:
+            histograms[name] = {"edges": [], "counts": []}
+        elif min(values) == max(values):
+            histograms[name] = {"edges": [values[0], values[0]], "counts": [len(values)]}
+        else:
+            counts, edges = np.histogram(values, bins=num_bins)
+            histograms[name] = {"edges": [float(edge) for edge in edges], "counts": [int(count) for count in counts]}
     return histograms
 
 

@@ -30,7 +30,8 @@ class RolloutDump:
     ``iteration`` or ``step`` are an iteration; without such a column each file is one. Rows with the same ``group_id`` or ``uid``, or
     without those the same prompt, are a group; groups may differ in size. A missing reward (null) leaves its rollout out of training.
 
-    Text is tokenized again, so token boundaries may differ from the sampled ones, and log-probs are computed again by the policy.
+    Text is tokenized again, so token boundaries may differ from the sampled ones; rows with token ids (``prompt_ids``, ``completion_ids``,
+    for rollouts of a generator of your own) are taken as they are. Log-probs are computed again by the policy.
 
     Args:
         path: A ``.jsonl``/``.parquet`` file, or a folder that is searched for such files.
@@ -116,6 +117,8 @@ class RolloutDump:
 
     def _check(self, row: Mapping[str, Any], place: str) -> None:
         for kind, keys in (("prompt", PROMPT_KEYS), ("completion", COMPLETION_KEYS)):
+            if _ids_in(row, kind, place) is not None and (kind == "completion" or _has_group(row)):
+                continue  # token ids need no text; a prompt without one needs the name of its group
             text = next((row[key] for key in keys if key in row), None)
             if not isinstance(text, str):
                 found = "nothing" if text is None else f"{str(text)[:80]!r} of type {type(text).__name__}"
@@ -138,10 +141,13 @@ class RolloutDump:
         return [float(reward) for reward in rewards]
 
     def _tokenize(self, row: Mapping[str, Any], place: str, sample_id: int) -> dict[str, torch.Tensor]:
-        prompt = list(self._tokenizer.encode(_first(row, PROMPT_KEYS)))
-        completion = list(self._tokenizer.encode(_first(row, COMPLETION_KEYS), **self._special))
-        if self._append_eos and self._tokenizer.eos_token_id is not None:
-            completion.append(self._tokenizer.eos_token_id)
+        prompt, completion = _ids_in(row, "prompt", place), _ids_in(row, "completion", place)
+        if prompt is None:
+            prompt = list(self._tokenizer.encode(_first(row, PROMPT_KEYS)))
+        if completion is None:
+            completion = list(self._tokenizer.encode(_first(row, COMPLETION_KEYS), **self._special))
+            if self._append_eos and self._tokenizer.eos_token_id is not None:
+                completion.append(self._tokenizer.eos_token_id)
         if not prompt or not completion:
             raise ValueError(f"{place}: the {'completion' if prompt else 'prompt'} has no tokens. Leave the row out.")
         return _sample(prompt, completion, self._rewards(row, place), sample_id)
@@ -167,8 +173,19 @@ def _first(row: Mapping[str, Any], keys: Sequence[str]) -> str:
     return str(next(row[key] for key in keys if key in row))
 
 
+def _ids_in(row: Mapping[str, Any], kind: str, place: str) -> list[int] | None:
+    ids = row.get(f"{kind}_ids")
+    if ids is not None and not (isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)):
+        raise ValueError(f"{place}: expected {kind}_ids to be a list of token ids but got {str(ids)[:80]!r}.")
+    return ids
+
+
+def _has_group(row: Mapping[str, Any]) -> bool:
+    return any(row.get(key) is not None for key in GROUP_KEYS)
+
+
 def _group_of(row: Mapping[str, Any]) -> str:
-    return json.dumps(next((row[key] for key in GROUP_KEYS if row.get(key) is not None), _first(row, PROMPT_KEYS)))
+    return json.dumps(_first(row, PROMPT_KEYS) if not _has_group(row) else next(row[key] for key in GROUP_KEYS if row.get(key) is not None))
 
 
 def _iteration_of(row: Mapping[str, Any], number: int) -> int:

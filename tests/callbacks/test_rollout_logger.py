@@ -171,6 +171,9 @@ def test_loggers_get_quantiles_and_those_with_tables_the_table(capsys):
 def test_an_iteration_without_any_reward_has_no_reward_numbers():
     table = RolloutTable([4, 5], [2, 3], torch.full((2,), torch.nan, dtype=torch.float64), torch.zeros(2) > 0, torch.tensor([0, 0]), 2)
     assert rollout_histograms(table, 4)["reward"] == {"edges": [], "counts": []}
+    table.rewards.fill_(0.5)
+    assert rollout_histograms(table, 4)["reward"] == {"edges": [0.5, 0.5], "counts": [2]}
+    table.rewards.fill_(torch.nan)
     assert {name for name in rollout_quantiles(table) if "reward" in name} == set()
 
 

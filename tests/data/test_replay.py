@@ -320,6 +320,17 @@ def test_trls_completions_have_their_rewards_summed_from_named_columns(tmp_path)
     assert samples["input_ids"].tolist() == [2, 3, 4] * 3
 
 
+def test_token_ids_are_taken_as_they_are(tmp_path):
+    rows = [
+        {"uid": "g", "prompt_ids": [2, 3], "completion_ids": [9, 1], "reward": 1.0},
+        {"uid": "g", "prompt": "d", "completion_ids": [8], "reward": 0},
+    ]
+    write_lines(tmp_path / "0.jsonl", rows)
+    dump = RolloutDump(tmp_path, Letters())
+    assert (dump.num_prompts, dump.rollouts_per_prompt(0)) == (1, 2)
+    assert [ids.tolist() for ids in dump.read(0, 0, 1).split_per_sample("input_ids")] == [[2, 3, 9, 1], [5, 8]]
+
+
 def test_files_without_a_step_are_an_iteration_each_in_natural_order(tmp_path):
     for number in (10, 2):
         write_lines(tmp_path / f"{number}.jsonl", [{"prompt": "a", "completion": "b" * number, "reward": 1}])
@@ -347,6 +358,8 @@ def test_completions_are_tokenized_without_special_tokens(tmp_path):
         ('{"prompt": "a", "completion": "b", "reward": "good"}', r"finite number or null as reward but got \['good'\]"),
         ('{"prompt": "a", "completion": "b", "reward": Infinity}', "finite number or null"),
         ("", "has no rollouts"),
+        ('{"prompt_ids": [2], "completion_ids": [3], "reward": 1}', "expected the prompt as text under prompt or input but got nothing"),
+        ('{"prompt": "a", "completion_ids": "3", "reward": 1}', "expected completion_ids to be a list of token ids but got '3'"),
     ],
 )
 def test_bad_lines_are_errors_that_name_file_and_line(tmp_path, line, message):
