@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_rlbatch.rollout.dispatch import contiguous_share as contiguous_share  # for those that share prompts out
 from lightning_rlbatch.rollout.engine import rollout_seed
 
 
@@ -89,14 +90,3 @@ class PromptBatch:
             chosen = rollout_seed(self.seed, stream, self.positions[index], -attempt) % len(pool)
             prompts[index], prompt_ids[index], columns[index] = pool.prompts[chosen], pool.prompt_ids[chosen], pool.columns[chosen]
         return dataclasses.replace(self, prompts=prompts, prompt_ids=prompt_ids, columns=columns)
-
-
-def contiguous_share(num_items: int, num_parts: int, part: int) -> range:
-    """Return the items of one of ``num_parts`` contiguous shares whose sizes differ by at most one.
-
-    Args:
-        num_items: Items in all; fewer than parts leaves some shares empty.
-        num_parts: Number of shares.
-        part: Which share.
-    """
-    return range(num_items * part // num_parts, num_items * (part + 1) // num_parts)

@@ -125,6 +125,9 @@ class Decoder:
         self._log_probs = torch.zeros(shape, dtype=torch.float32, device=self._device)
         self._uniforms = torch.from_numpy(step_uniforms([request.seed for request in requests], shape[1])).to(self._device)
         self._lengths = [0] * len(requests)
+        self._limits = [request.limit(sampling) for request in requests]
+        # where rows stay that are computed along behind their limit: a table of positions has no entry further on
+        self._last_position = (getattr(model.config, "max_position_embeddings", None) or 2**31) - 1
         self._reasons: list[FinishReason] = ["length"] * len(requests)
 
     @torch.inference_mode()
@@ -171,7 +174,7 @@ class Decoder:
                 owner = rows.owners[row]
                 self._lengths[owner] += 1
                 stopped = token in params.stop_token_ids
-                if stopped or self._lengths[owner] == params.max_new_tokens:
+                if stopped or self._lengths[owner] == self._limits[owner]:
                     self._reasons[owner] = "stop" if stopped else "length"
                     rows.running.discard(row)
         return tokens
@@ -185,7 +188,7 @@ class Decoder:
         if rows.mask is not None:
             rows.mask = pad(rows.mask, (0, 1), value=1)
         rows.logits = self._forward(tokens[:, None], rows.mask, rows.position[:, None], rows.cache)
-        rows.position = rows.position + 1
+        rows.position = (rows.position + 1).clamp(max=self._last_position)
         return rows
 
     def _admit(self, rows: _Rows | None) -> _Rows | None:

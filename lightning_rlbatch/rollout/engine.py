@@ -57,10 +57,17 @@ class RolloutRequest:
         prompt_ids: Token ids of the prompt, without padding; at least one.
         seed: All the randomness of this completion (see :func:`rollout_seed`). The same prompt, seed, weights and sampling
             parameters give the same completion, whatever else is sampled with it and on however many ranks.
+        max_new_tokens: Most tokens of this completion where that is less than the sampling parameters say (a later turn has less room
+            than the first); None for as many as they say.
     """
 
     prompt_ids: list[int]
     seed: int
+    max_new_tokens: int | None = None
+
+    def limit(self, sampling: SamplingParams) -> int:
+        """Return the most tokens that this completion may have."""
+        return sampling.max_new_tokens if self.max_new_tokens is None else min(self.max_new_tokens, sampling.max_new_tokens)
 
 
 @dataclass(frozen=True)

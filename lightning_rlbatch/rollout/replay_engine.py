@@ -91,7 +91,7 @@ class ReplayEngine:
         for index, request in enumerate(requests):
             if not request.prompt_ids:
                 raise ValueError(f"Prompt {index} is empty but a prompt needs at least one token.")
-            completion = _cut(self._find(index, request), sampling)
+            completion = _cut(self._find(index, request), sampling, request.limit(sampling))
             if on_progress is not None:
                 on_progress(1, len(completion.token_ids))
             completions.append(completion)
@@ -166,13 +166,13 @@ class RecordingEngine:
         self.engine.wake()
 
 
-def _cut(completion: Completion, sampling: SamplingParams) -> Completion:
+def _cut(completion: Completion, sampling: SamplingParams, limit: int) -> Completion:
     """End a completion where the given limits would have ended it."""
-    for length, token in enumerate(completion.token_ids[: sampling.max_new_tokens], start=1):
+    for length, token in enumerate(completion.token_ids[:limit], start=1):
         if token in sampling.stop_token_ids:
             return Completion(completion.token_ids[:length], completion.log_probs[:length], "stop")
-    if len(completion.token_ids) > sampling.max_new_tokens:
-        return Completion(completion.token_ids[: sampling.max_new_tokens], completion.log_probs[: sampling.max_new_tokens], "length")
+    if len(completion.token_ids) > limit:
+        return Completion(completion.token_ids[:limit], completion.log_probs[:limit], "length")
     return completion
 
 

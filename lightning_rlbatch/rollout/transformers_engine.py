@@ -188,9 +188,10 @@ class TransformersEngine:
             if min(prompt) < 0 or max(prompt) >= self.vocab_size:
                 bad = next(token for token in prompt if not 0 <= token < self.vocab_size)
                 raise ValueError(f"Prompt {index} holds token {bad} but the model's vocabulary is 0 to {self.vocab_size - 1}.")
-            if self.max_length is not None and len(prompt) + sampling.max_new_tokens > self.max_length:
+            limit = request.limit(sampling)
+            if self.max_length is not None and len(prompt) + limit > self.max_length:
                 raise ValueError(
-                    f"Prompt {index} has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}, together more than the "
+                    f"Prompt {index} has {len(prompt)} tokens and max_new_tokens is {limit}, together more than the "
                     f"{self.max_length} positions of the model (max_position_embeddings). Lower max_new_tokens or drop the prompt."
                 )
         if any(not 0 <= token < self.vocab_size for token in sampling.stop_token_ids):

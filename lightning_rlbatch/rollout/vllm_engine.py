@@ -221,7 +221,7 @@ def _vllm_params(request: RolloutRequest, sampling: SamplingParams) -> Any:
     from vllm import SamplingParams as VLLMSamplingParams
 
     return VLLMSamplingParams(
-        max_tokens=sampling.max_new_tokens,
+        max_tokens=request.limit(sampling),
         temperature=sampling.temperature,
         top_k=sampling.top_k or -1,
         top_p=sampling.top_p,

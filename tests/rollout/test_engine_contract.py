@@ -129,3 +129,13 @@ def test_weights_are_consumed_to_the_end_and_wrong_ones_are_named(engine: Rollou
     else:
         engine.update_weights(stream())
     assert len(consumed) == len(wrong)
+
+
+def test_a_request_may_have_a_limit_of_its_own(engine: RolloutEngine) -> None:
+    requests = mixed_requests()
+    whole = engine.generate(requests, SAMPLING)
+    limits = [1 + index % 5 for index in range(len(requests))]
+    cut = engine.generate([RolloutRequest(r.prompt_ids, r.seed, limit) for r, limit in zip(requests, limits)], SAMPLING)
+    for full, completion, limit in zip(whole, cut, limits):
+        assert completion.token_ids == full.token_ids[:limit]
+        assert completion.finish_reason == (full.finish_reason if len(full.token_ids) <= limit else "length")
