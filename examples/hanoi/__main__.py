@@ -16,6 +16,7 @@ from rich.table import Table
 
 FOLDER = Path("examples/hanoi")
 OUTPUT = Path("outputs/hanoi")
+SCHEDULE = "--model.init_args.lr_scheduler.init_args"
 
 
 def main() -> None:
@@ -31,10 +32,10 @@ def main() -> None:
     start = time.perf_counter()
     seed = [f"--seed_everything={arguments.seed}", f"--data.init_args.seed={arguments.seed}"]
     console.rule("1. Supervised warm-up on noisy demonstrations (2 FSDP ranks)")
-    run("sft.yaml", f"--trainer.max_steps={arguments.sft_steps}", *seed)
+    run("sft.yaml", f"--trainer.max_steps={arguments.sft_steps}", f"{SCHEDULE}.total_steps={arguments.sft_steps + 1}", *seed)
     warmed = time.perf_counter()
     console.rule("2. GRPO with the verifier's exact success as reward (2 FSDP ranks)")
-    run("grpo.yaml", f"--trainer.max_epochs={arguments.iterations}", *seed)
+    run("grpo.yaml", f"--trainer.max_epochs={arguments.iterations}", f"{SCHEDULE}.total_iters={4 * arguments.iterations}", *seed)
     trained = time.perf_counter()
     console.rule("3. What changed")
     report(console, arguments.samples)
@@ -69,7 +70,8 @@ def report(console: Console, num_samples: int) -> None:
         label = f"{split}, {'all' if disks is None else f'{disks} disks'}"
         table.add_row(label, moves, f"{before[split, disks]:.2f}", f"{after[split, disks]:.2f}", end_section=disks is None)
     console.print(table)
-    reward_curve(OUTPUT / "grpo" / "metrics.csv", OUTPUT / "reward_curve.png")
+    curve = OUTPUT / "grpo" / "metrics.csv"
+    reward_curve(curve, OUTPUT / "reward_curve.png", initial_accuracy=before["held-out", None])
     console.print(f"Held-out sampled accuracy: {before['held-out', None]:.3f} -> {after['held-out', None]:.3f}")
 
 
