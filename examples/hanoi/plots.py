@@ -1,17 +1,12 @@
-"""Pictures of the Tower of Hanoi example: what was learnt, and how mini-batches were cut."""
+"""Pictures of the Tower of Hanoi example: what was learnt."""
 
 import csv
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-
-from lightning_rlbatch.functional import BatchPlan, plan_mini_batch
 
 _BLUE, _ORANGE, _GREY, _RED = "#2166ac", "#d6604d", "#666666", "#b2182b"
 _WINDOW = 5  # iterations that a smoothed curve averages, centered
@@ -93,69 +88,4 @@ def reward_curve(
     entropy.set(ylim=(0, None), xlabel="iteration", title="Entropy of the policy [nats per token]")
     for axes in (main, lengths, entropy):
         _plain(axes)
-    figure.savefig(Path(png_path), dpi=150)
-
-
-def _draw_plan(axes: Axes, plan: BatchPlan, seq_lens: Sequence[int], norm: Normalize, title: str) -> None:
-    """Draw one bar per rank and micro-step; samples are its segments."""
-    width = 0.8 / plan.dp_size
-    colors = colormaps["viridis"]
-    centers: list[float] = []
-    for step in range(plan.num_micro_steps):
-        for rank in range(plan.dp_size):
-            center, height = step + (rank - (plan.dp_size - 1) / 2) * width, 0
-            centers.append(center)
-            for index in sorted(plan.assignment[rank][step], key=lambda i: -seq_lens[i]):
-                axes.bar(
-                    center, seq_lens[index], width * 0.92, height, color=colors(norm(seq_lens[index])), edgecolor="white", linewidth=0.4
-                )
-                height += seq_lens[index]
-            box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
-            axes.annotate(str(height or "filler"), (center, height), (0, 3), textcoords="offset points", ha="center", fontsize=7, bbox=box)
-    axes.set_xticks(centers, [f"r{rank}" for rank in range(plan.dp_size)] * plan.num_micro_steps, fontsize=7, color=_GREY)
-    steps = axes.secondary_xaxis(location=0)
-    steps.set_xticks(range(plan.num_micro_steps), [f"\nmicro-step {step}" for step in range(plan.num_micro_steps)])
-    steps.tick_params(length=0)
-    axes.set_xlim(-0.6, plan.num_micro_steps - 0.4)
-    axes.set_title(f"{title}: {100 * plan.efficiency():.1f}% efficient", fontsize=11)
-    if plan.budget is not None:
-        axes.axhline(plan.budget, color=_RED, linestyle="--", linewidth=1.2, zorder=0.5)
-    _plain(axes)
-
-
-def batch_plan_picture(plan: BatchPlan, seq_lens: Sequence[int], png_path: str | os.PathLike[str]) -> None:
-    """Draw which tokens each rank holds in each micro-step, cut in the given order (before) and as planned (after).
-
-    Args:
-        plan: How the mini-batch is cut.
-        seq_lens: Tokens of every sample, in the order of the plan's indices.
-        png_path: Where the picture goes.
-    """
-    lengths = [int(length) for length in seq_lens]
-    before = plan_mini_batch(
-        lengths,
-        dp_size=plan.dp_size,
-        max_tokens_per_rank=plan.max_tokens_per_rank,
-        micro_batch_size=plan.micro_batch_size,
-        sp_size=plan.sp_size,
-        group_size=plan.group_size,
-        balance=False,
-    )
-    # what one rank does while another works on is lost: all ranks wait for the slowest in every micro-step
-    norm = Normalize(0, max(lengths, default=1))
-    steps = [before.num_micro_steps, plan.num_micro_steps]
-    figure = Figure(figsize=(min(16.0, max(9.5, 3.0 + 0.45 * plan.dp_size * sum(steps))), 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=steps)
-    _draw_plan(left, before, lengths, norm, "In the order given")
-    _draw_plan(right, plan, lengths, norm, "As planned")
-    left.set_ylabel("tokens of a micro-batch")
-    if plan.budget is not None:
-        left.set_ylim(0, plan.budget * 1.15)
-        left.text(-0.58, plan.budget * 1.08, f"token budget {plan.budget}", color=_RED, fontsize=9, va="bottom")
-    figure.colorbar(ScalarMappable(norm, "viridis"), ax=[left, right], label="tokens of a sample", pad=0.01)
-    figure.suptitle(
-        f"{len(lengths)} samples, {sum(lengths)} tokens, {plan.dp_size} data-parallel ranks: "
-        "one bar per rank (r) and micro-step, one segment per sample",
-        fontsize=11,
-    )
     figure.savefig(Path(png_path), dpi=150)

@@ -1,10 +1,8 @@
-import random
 from pathlib import Path
 
 import pytest
 
-from examples.hanoi.plots import batch_plan_picture, read_curve, reward_curve
-from lightning_rlbatch.functional import plan_mini_batch
+from examples.hanoi.plots import read_curve, reward_curve
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -36,18 +34,3 @@ def test_the_reward_curve_is_drawn(tmp_path: Path, initial_accuracy: float | Non
 def test_the_reward_curve_does_without_validation(tmp_path: Path) -> None:
     reward_curve(write_log(tmp_path / "metrics.csv"), tmp_path / "curve.png", accuracy="val/absent")
     assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
-
-
-@pytest.mark.parametrize("options", [{"max_tokens_per_rank": 512}, {"micro_batch_size": 5}, {"max_tokens_per_rank": 128, "sp_size": 2}])
-def test_a_plan_is_drawn_beside_the_given_order(tmp_path: Path, options: dict[str, int]) -> None:
-    lengths = [random.Random(index).choice([10, 14, 22, 38, 70]) for index in range(33)]
-    plan = plan_mini_batch(lengths, dp_size=2, **options)  # type: ignore[arg-type]  # a dict of keyword arguments
-    batch_plan_picture(plan, lengths, tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(PNG)
-
-
-def test_a_plan_with_fillers_is_drawn(tmp_path: Path) -> None:
-    plan = plan_mini_batch([60], dp_size=4, max_tokens_per_rank=64)
-    assert plan.num_fillers == 3
-    batch_plan_picture(plan, [60], tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").stat().st_size > 1000
