@@ -54,11 +54,8 @@ class MiniBatch:
             The mini-batch.
         """
         # Two tokens at least, because the first token of a sample is never scored and the scoring head has to run.
-        filler_tokens = max(2, sp_size)
-        return cls(
-            [samples.select(indices) if indices else PackedBatch.filler(samples.schema, filler_tokens) for indices in micro_batches],
-            plan,
-        )
+        filler = PackedBatch.filler(samples.schema, max(2, sp_size), samples.device)
+        return cls([samples.select(indices) if indices else filler for indices in micro_batches], plan)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MiniBatch":
         """Return a copy on another device."""
