@@ -2,11 +2,30 @@
 
 from lightning_rlbatch.rollout.engine import (
     Completion,
+    FinishReason,
+    ProgressCallback,
     RolloutEngine,
     RolloutRequest,
     SamplingParams,
+    WeightStream,
     rollout_seed,
 )
+from lightning_rlbatch.rollout.replay_engine import RecordedCompletion, RecordingEngine, ReplayEngine
 from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
+from lightning_rlbatch.rollout.vllm_engine import VLLMEngine
 
-__all__ = ["Completion", "RolloutEngine", "RolloutRequest", "SamplingParams", "TransformersEngine", "rollout_seed"]
+__all__ = [
+    "Completion",
+    "FinishReason",
+    "ProgressCallback",
+    "RecordedCompletion",
+    "RecordingEngine",
+    "ReplayEngine",
+    "RolloutEngine",
+    "RolloutRequest",
+    "SamplingParams",
+    "TransformersEngine",
+    "VLLMEngine",
+    "WeightStream",
+    "rollout_seed",
+]
