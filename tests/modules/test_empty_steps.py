@@ -18,9 +18,11 @@ from helpers import (
     whole,
     whole_parameters,
 )
+from lightning.pytorch.callbacks import Callback
 
 from lightning_rlbatch.data import BatchingOptions
 from lightning_rlbatch.modules import SFTModule
+from lightning_rlbatch.strategies import FSDPMixedPrecision
 from lightning_rlbatch.testing import run_distributed
 
 SHAPES = [(2, 3), (1, 6), (3, 2)]
@@ -173,3 +175,36 @@ def test_gradient_that_is_infinite_on_one_rank_skips_the_step_on_all():
         assert weights[1] == weights[0]
         assert weights[2] < weights[1]
         assert len(caught) <= 1
+
+
+def test_half_precision_overflow_skips_the_step_on_all_ranks_and_halves_the_scale():
+    def fn(rank, world_size):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)  # far above what fp16 gradients can hold
+        scales = []
+
+        class Scales(Callback):
+            def on_train_batch_end(self, *args):
+                scales.append(scaler.get_scale())
+
+        recorder, module = Snapshots(), make_sft()
+        trainer = make_trainer(
+            world_size, max_epochs=1, callbacks=[recorder, Scales()], plugins=[FSDPMixedPrecision("16-mixed", "cpu", scaler)]
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, datamodule=HandMadeDataModule(make_samples(SHAPES), [Step(ONE_BY_ONE)] * 20))
+        said = [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
+        rates = [state[2] for state in recorder.states]
+        return [row["train/skipped_steps"] for row in recorder.metrics], scales, [state[0] for state in recorder.states], rates, said
+
+    (skipped, scales, weights, rates, said), other = run_distributed(fn, 2, init_process_group=False)
+    assert skipped == other[0]
+    count = skipped.index(0)
+    assert 2 < count < 18
+    assert skipped == [1] * count + [0] * (20 - count)
+    assert scales[: count + 1] == [2.0 ** (23 - step) for step in range(count)] + [2.0 ** (24 - count)]
+    assert all(same(state, weights[0]) for state in weights[:count])
+    assert not same(weights[count], weights[0])
+    assert len(set(rates[:count])) == 1  # the schedule waits with the weights
+    assert rates[count] > rates[0]
+    assert len(said) == 1

@@ -1,5 +1,6 @@
 """Whole PPO runs, rollouts to validation, on several ranks: same collectives, same numbers (R02, R03, R06, R09, R10, R17)."""
 
+import contextlib
 import math
 import types
 import warnings
@@ -166,6 +167,21 @@ def test_rollouts_without_a_verdict_are_not_trained_on(runs):
     trained = sum(row["train/num_sequences"] for row in run.metrics)
     assert 0 < trained < 2 * 6 * 2
     assert all(math.isfinite(row["train/loss"]) for row in run.metrics)
+
+
+def no_verdict(prompts, completions):
+    return [None] * len(completions)
+
+
+def test_iteration_without_any_verdict_is_a_run_of_skipped_steps():
+    def fn(rank, world_size):
+        with pytest.warns(UserWarning, match="no token to train on") if rank == 0 else contextlib.nullcontext():
+            return fit(scripted(reward_functions=[no_verdict]), data_module(), world_size, max_epochs=1)
+
+    for run in run_distributed(fn, 2, init_process_group=False):
+        assert run.global_step == 2
+        assert [row["train/skipped_steps"] for row in run.metrics] == [1, 1]
+        assert [row["train/num_tokens"] for row in run.metrics] == [0, 0]
 
 
 # -- the first ratio -----------------------------------------------------------------------------------------------------------------------
