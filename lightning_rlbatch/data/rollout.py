@@ -15,6 +15,7 @@ from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompt_reading import PromptSource, TokenizerSource, load_tokenizer, read_prompts
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore
+from lightning_rlbatch.strategies.access import check_collectives
 
 
 @runtime_checkable
@@ -309,6 +310,8 @@ class RolloutLoader:
         place = {prompt: index for index, prompt in enumerate(needed)}
         batches = [[place[prompt] for prompt in part] for part in remaining]
         placed = _first_uses(batches)
+        if data.trainer is not None:
+            check_collectives(data.trainer, "collect rollouts", iteration=iteration, prompts=needed, mini_batches=batches)
         store = self._module.collect_rollouts(data.iteration_prompts(iteration).select(needed), iteration, placed, self._options)
         for offset, part in enumerate(batches, start=1):
             position.mini_batch = first + offset

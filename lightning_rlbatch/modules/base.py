@@ -9,8 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,12 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_rlbatch.data.mini_batch import MiniBatch
-from lightning_rlbatch.distributed.mesh import Meshes
+from lightning_rlbatch.distributed.mesh import Meshes, single_process_meshes
 from lightning_rlbatch.distributed.reductions import all_reduce_sums, gradient_scale
 from lightning_rlbatch.functional.aggregation import Denominators
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
-from lightning_rlbatch.strategies.access import averages_over, meshes_of
+from lightning_rlbatch.strategies.access import averages_over, check_collectives, meshes_of
+from lightning_rlbatch.strategies.stopping import StopAgreement
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 LRSchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -87,6 +87,7 @@ class RLBatchModule(pl.LightningModule):
         self._step_metrics: dict[str, float] = {}
         self._empty_step = False
         self._skipped = False
+        self._stops: StopAgreement | None = None
         self._warned: set[str] = set()
         self._logged: set[str] = set()
 
@@ -128,8 +129,8 @@ class RLBatchModule(pl.LightningModule):
 
     @property
     def meshes(self) -> Meshes:
-        """Groups and sizes of this run, whatever the strategy."""
-        return meshes_of(self.trainer)
+        """Groups and sizes of this run, whatever the strategy; this process alone without a Trainer (``load_from_checkpoint``)."""
+        return single_process_meshes() if self._trainer is None else meshes_of(self.trainer)
 
     @override
     def configure_model(self) -> None:
@@ -153,6 +154,30 @@ class RLBatchModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler_factory(optimizer)}
 
     @override
+    def on_train_start(self) -> None:
+        self._stops = StopAgreement(self.trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        self._stops = None
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._stop_together()
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        self._stop_together()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._stop_together()
+
+    def _stop_together(self) -> None:
+        if self._stops is not None:  # this hook runs after the callbacks', and before Lightning looks whether to stop
+            self._stops.agree()
+
+    @override
     def training_step(self, batch: MiniBatch, batch_idx: int) -> None:
         if not isinstance(batch, MiniBatch):
             raise TypeError(
@@ -170,6 +195,13 @@ class RLBatchModule(pl.LightningModule):
         scale = gradient_scale(self.meshes, averages_over(self.trainer))
         sums: dict[str, Tensor | float] = {}
         passes = self.backward_passes(batch, denominators)
+        check_collectives(
+            self.trainer,
+            "optimizer step",
+            global_step=self.global_step,
+            num_micro_steps=[len(micro_batches) for micro_batches, _ in passes],
+            plan=None if batch.plan is None else batch.plan.assignment,
+        )
         # DDP reduces once per step, in a backward pass that reaches every parameter: the passes' last losses go through it together.
         joined: list[Tensor] = []
         joins = isinstance(self.trainer.strategy, DDPStrategy)

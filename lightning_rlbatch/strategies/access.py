@@ -1,6 +1,6 @@
 """Tell what a Trainer's strategy means for batches and gradients, whichever strategy it is."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -29,3 +29,18 @@ def averages_over(trainer: "pl.Trainer") -> Literal["fsdp", "ddp", "none"]:
     if isinstance(trainer.strategy, RLBatchFSDPStrategy):
         return "fsdp"
     return "ddp" if isinstance(trainer.strategy, DDPStrategy) else "none"
+
+
+def check_collectives(trainer: "pl.Trainer", phase: str, **facts: Any) -> None:
+    """Compare what the ranks are about to do, if the strategy has ``check_collectives``; else do nothing.
+
+    Args:
+        trainer: The Trainer.
+        phase: What comes next.
+        **facts: What must be the same on all ranks; see :class:`CollectiveCheck`.
+
+    Raises:
+        RuntimeError: Something differs; the same error on every rank.
+    """
+    if isinstance(trainer.strategy, RLBatchFSDPStrategy) and trainer.strategy.collective_check is not None:
+        trainer.strategy.collective_check(phase, **facts)

@@ -1,5 +1,6 @@
 """The checkpoint methods of the strategy: one ordinary file, or a folder with one file per rank; never half of either."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rlbatch.strategies.atomic import beside, discard, is_local, publish
+from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.sharded import (
     METADATA,
     load_sharded_state,
@@ -35,10 +37,23 @@ class CheckpointingStrategy(ModelParallelStrategy):
     """
 
     load_weights_only = True
+    failure_report: FailureReport | None = None
+
+    @property
+    def collectives_are_lost(self) -> bool:
+        """Whether a rank has failed, so that no collective can succeed any more."""
+        return self.failure_report is not None and self.failure_report.collectives_are_lost
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self.collectives_are_lost:
+            super().barrier(name)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
+        if self.collectives_are_lost:
+            return {}
         if self._save_distributed_checkpoint:
             return sharded_model_state(self.model)
         return full_model_state(self.model, keep=self.is_global_zero)
@@ -46,6 +61,8 @@ class CheckpointingStrategy(ModelParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
+        if self.collectives_are_lost:
+            return {}
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self._save_distributed_checkpoint:
@@ -54,6 +71,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if self.collectives_are_lost:  # a checkpoint on exception would wait for the rank that failed, and hide its error
+            warnings.warn(f"{filepath} was not saved: a rank has failed, and the others hold only their shards.", stacklevel=2)
+            return
         path = Path(self.broadcast(filepath)) if is_local(filepath) else filepath
         if not self._save_distributed_checkpoint:
             if self.is_global_zero:

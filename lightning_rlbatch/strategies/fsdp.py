@@ -1,10 +1,11 @@
 """A Lightning strategy: FSDP2 over a data-parallel x sequence-parallel mesh."""
 
 import functools
+import uuid
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -22,9 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.distributed.mesh import Meshes, build_meshes, check_world
 from lightning_rlbatch.strategies.atomic import AtomicCheckpointIO
 from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
+from lightning_rlbatch.strategies.failure import FailureReport
+from lightning_rlbatch.strategies.launch import ProcessLauncher, ScriptLauncher
 from lightning_rlbatch.strategies.precision import fsdp_precision, mixed_precision_policy
 from lightning_rlbatch.strategies.sharding import broadcast_parameters, require_sharded, shard, shardable_roots
 
@@ -46,6 +50,9 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         reshard_after_forward: Free gathered block parameters between forward and backward (saves memory, gathers twice).
         cpu_offload: Keep parameters, gradients and optimizer states in host memory.
         save_distributed_checkpoint: True writes a folder with one file per rank, False one ordinary file.
+        start_method: How to start the ranks on this machine: None runs the script again for each (Lightning's default), ``"fork"``,
+            ``"forkserver"`` or ``"spawn"`` start them from this process. No effect under torchrun and SLURM.
+        check_collectives: Debug mode: ranks compare what they are about to do before each optimizer step, and name the first difference.
         load_weights_only: False trusts checkpoints that hold other objects than tensors and plain values.
         process_group_backend: Backend; None takes NCCL on CUDA and gloo on CPU.
         timeout: How long a collective waits before it fails.
@@ -74,6 +81,8 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         save_distributed_checkpoint: bool = False,
+        start_method: Literal["fork", "forkserver", "spawn"] | None = None,
+        check_collectives: bool = False,
         load_weights_only: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -96,6 +105,8 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         self.wrap_cls = wrap_cls
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
+        self.start_method = start_method
+        self.check_collectives = check_collectives
         self.load_weights_only = load_weights_only
         self.checkpoint_io = AtomicCheckpointIO()
         if accelerator is not None:
@@ -104,6 +115,7 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         self.cluster_environment = cluster_environment
         self.precision_plugin = precision_plugin
         self._meshes: Meshes | None = None
+        self.collective_check: CollectiveCheck | None = None
 
     @classmethod
     @override
@@ -131,6 +143,14 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         self._precision_plugin = fsdp_precision(precision_plugin)
 
     @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.start_method is None or self.cluster_environment.creates_processes_externally:
+            self._launcher = ScriptLauncher(self)
+        else:
+            self._launcher = ProcessLauncher(self, start_method=self.start_method)
+
+    @override
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
         self.set_world_ranks()
@@ -147,6 +167,10 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
             data_parallel_replicate_size=self.data_parallel_replicate_size,
             timeout=self._timeout,
         )
+        if self.world_size > 1:
+            self.failure_report = FailureReport(self.global_rank, self.world_size, self.broadcast(uuid.uuid4().hex))
+        if self.check_collectives:
+            self.collective_check = CollectiveCheck(self._meshes.world_group)
         self._device_mesh = self._meshes.batch
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
@@ -198,6 +222,12 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         unregistered = getattr(module, "unregistered_modules", None)
         if unregistered is not None:
             yield from unregistered()
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self.failure_report is not None:
+            self.failure_report.close()
 
     @contextmanager
     @override

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -58,14 +60,14 @@ def save_sharded_state(checkpoint: dict[str, Any], folder: Path, *, is_coordinat
     """
     rest = dict(checkpoint)
     tensors: dict[str, Any] = {_MODEL: {}}
-    extra = {}
+    extra: dict[str, Any] = {}
     for name, value in rest.pop(_MODEL).items():
         (tensors[_MODEL] if isinstance(value, Tensor) else extra)[name] = value
     optimizers = []
     for index, optimizer in enumerate(rest.pop("optimizer_states", [])):
         tensors[f"optimizer_{index}"] = {"state": optimizer["state"]}
         optimizers.append({key: value for key, value in optimizer.items() if key != "state"})
-    dcp.save(tensors, checkpoint_id=str(folder))
+    save(tensors, checkpoint_id=str(folder))
     if is_coordinator:
         save_file({**rest, _EXTRA: extra, "optimizer_states": optimizers}, folder / METADATA)
         sync_folder(folder)
@@ -85,7 +87,7 @@ def load_sharded_state(folder: Path, module: nn.Module, optimizers: list[Optimiz
         RuntimeError: Names disagree; names some of them.
     """
     reshard(module)
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     check_names(module, own.keys(), {key.removeprefix(f"{_MODEL}.") for key in stored if key.startswith(f"{_MODEL}.")}, strict=strict)
     wanted: dict[str, Tensor] = {f"{_MODEL}.{name}": value for name, value in own.items() if f"{_MODEL}.{name}" in stored}
@@ -102,7 +104,7 @@ def load_sharded_state(folder: Path, module: nn.Module, optimizers: list[Optimiz
                 state[number] = entries
         states.append(state)
     with torch.no_grad():
-        dcp.load(wanted, checkpoint_id=str(folder))
+        load(wanted, checkpoint_id=str(folder))
     for optimizer, state, rest in zip(optimizers, states, meta["optimizer_states"]):
         optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
     if extra := meta.get(_EXTRA):

@@ -1,7 +1,7 @@
 """Gather the states of sharded models and optimizers into ordinary tensors, and scatter them again."""
 
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,9 @@ def gathered(tensor: Tensor, *, keep: bool) -> Tensor | None:
         keep: False takes part in the gathering and returns None, so that one rank alone needs the memory.
     """
     if isinstance(tensor, DTensor):
-        if tensor.device.type != tensor.device_mesh.device_type:  # offloaded shards: the mesh's backend wants its own device
-            tensor = tensor.to(tensor.device_mesh.device_type)
-        tensor = tensor.full_tensor()
+        own_device = tensor.device_mesh.device_type  # where the mesh's backend communicates; offloaded shards lie elsewhere
+        moved = tensor if tensor.device.type == own_device else cast(DTensor, tensor.to(own_device))
+        tensor = moved.full_tensor()
     return tensor.detach().cpu().clone() if keep else None
 
 

@@ -1,0 +1,174 @@
+"""When one rank fails, end the others within seconds and tell them which rank it was and why."""
+
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed import distributed_c10d
+
+from lightning_rlbatch.distributed.failure import PeerFailedError
+
+# How the errors begin that a rank gets when another one has gone: gloo, NCCL, torch's store, our own `fail_together`.
+_LOST = re.compile(
+    r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|socket|TCPStore|ProcessGroup|[Pp]rocess group"
+    r"|Another rank was lost"
+)
+_NOTE, _SEEN, _SURVIVOR = "failure", "seen", "survivor"
+
+
+class FailureReport:
+    """Carries the first error of any rank to all others, through the store at which the ranks met.
+
+    A rank that raises leaves a note there. A thread of every rank looks for one once a second, over a connection of its own. The
+    failed rank ends when all have seen it; its connections close with it, so that ranks which wait for it in a collective get an error
+    from the backend, in place of which the note is raised. A backend that does not notice (NCCL) leaves them waiting: then the thread
+    prints the note and ends the process.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        token: The same on all ranks, different in every run: a store may outlive a run.
+        patience: Seconds to wait for the other ranks to see a note, or to tell that they are alive.
+        grace: Seconds that a rank gets to end by itself after another one has failed.
+    """
+
+    def __init__(self, rank: int, world_size: int, token: str, *, patience: float = 4.0, grace: float = 15.0) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.patience = patience
+        self.grace = grace
+        self.collectives_are_lost = False
+        # Holds the store alive too: rank 0 serves it to the others when its own groups are gone.
+        self._base = distributed_c10d._get_default_store()
+        self._token = f"rlbatch/{token}"
+        self._store = _prefixed(self._base, self._token)
+        self._note: str | None = None
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="rlbatch-failure-watch")
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Stop watching: the run is over."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        clone: Callable[[], dist.Store] = self._base.clone  # type: ignore[attr-defined]  # torch's stub lacks it
+        store = _prefixed(clone(), self._token)  # a call of the main thread that waits would block this one
+        try:
+            while not self._ended.wait(1.0):
+                if store.check([_NOTE]):
+                    self._note = store.get(_NOTE).decode()
+                    store.add(_SEEN, 1)
+                    break
+        except RuntimeError:  # rank 0 has gone with its store; the main thread notices by itself
+            return
+        if self._note is not None and not self._ended.wait(self.grace):
+            print(f"Rank {self.rank} ends because another one failed and it cannot go on.\n{self._note}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def translate(self, error: BaseException) -> BaseException:
+        """Return the error that this rank should raise: its own, or the one that another rank left a note of.
+
+        Args:
+            error: What this rank raised.
+        """
+        if isinstance(error, (SIGTERMException, KeyboardInterrupt)) or self.collectives_are_lost:
+            return error  # all ranks stop together, or the terminal told all of them
+        self.collectives_are_lost = True
+        is_own = not _is_lost_peer(error)
+        try:
+            if is_own:
+                self._leave_note(error)
+                return error
+            return PeerFailedError(self._note or self._find_note())
+        except (RuntimeError, OSError):  # the store has gone with rank 0
+            return (
+                error
+                if is_own
+                else PeerFailedError(
+                    f"Rank 0 was lost: it ended without an error of its own, or was killed. Rank {self.rank} noticed it in: {error}"
+                )
+            )
+        finally:
+            self.close()
+            self._leave_groups()
+
+    def _leave_note(self, error: BaseException) -> None:
+        if isinstance(error, PeerFailedError):
+            self._store.add(_SEEN, 1)  # the failing rank itself leaves the note, and need not wait for this one
+            return
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # an exception whose __str__ fails
+            text = type(error).__name__
+        where = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        self._store.compare_set(_NOTE, "", f"Rank {self.rank} failed: {text[:2000]}\nIts traceback ended:\n{where[-4000:]}")
+        self._wait(lambda: self._store.add(_SEEN, 0) >= self.world_size)
+
+    def _find_note(self) -> str:
+        self._store.set(f"{_SURVIVOR}/{self.rank}", "")
+        ranks = range(self.world_size)
+        if self._wait(lambda: self._store.check([_NOTE]) or all(self._store.check([f"{_SURVIVOR}/{rank}"]) for rank in ranks)):
+            if self._store.check([_NOTE]):
+                return self._store.get(_NOTE).decode()
+            return (
+                "The ranks lost each other though none of them failed: they ran different collectives, or waited longer than `timeout`."
+                " RLBatchFSDPStrategy(check_collectives=True) names the first difference."
+            )
+        missing = ", ".join(str(rank) for rank in ranks if not self._store.check([f"{_SURVIVOR}/{rank}"]))
+        return f"Rank {missing} was lost without an error of its own: killed, out of host memory, or crashed in native code."
+
+    def _leave_groups(self) -> None:
+        """Make every later collective of this process a plain error or nothing, in place of an endless wait."""
+        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)  # it may wait for a collective in flight
+        thread.start()
+        thread.join(2.0)
+
+    def _wait(self, condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + self.patience
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def _prefixed(store: dist.Store, prefix: str) -> dist.Store:
+    return distributed_c10d.PrefixStore(prefix, store)
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, (RuntimeError, OSError)) and not isinstance(error, PeerFailedError) and _LOST.search(str(error)) is not None
+
+
+class Guarded:
+    """A function of the Trainer, run so that an error of any rank is told to all of them.
+
+    Args:
+        strategy: Has the ``failure_report`` once the processes have met.
+        function: What to run.
+    """
+
+    def __init__(self, strategy: Any, function: Callable[..., Any]) -> None:
+        self.strategy = strategy
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function."""
+        try:
+            return self.function(*args, **kwargs)
+        except BaseException as error:
+            report: FailureReport | None = self.strategy.failure_report
+            if report is None:
+                raise
+            told = report.translate(error)
+            if told is error:
+                raise
+            raise told from error
