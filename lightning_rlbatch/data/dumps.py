@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from lightning_rlbatch.data.prompts import Tokenizer, contiguous_share
+from lightning_rlbatch.data.prompts import Tokenizer
 from lightning_rlbatch.data.store import SAMPLE_ID
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.schema import Schema
+from lightning_rlbatch.rollout.dispatch import contiguous_share
 
 PROMPT_KEYS = ("prompt", "input")
 COMPLETION_KEYS = ("completion", "output")
@@ -30,8 +31,9 @@ class RolloutDump:
     ``iteration`` or ``step`` are an iteration; without such a column each file is one. Rows with the same ``group_id`` or ``uid``, or
     without those the same prompt, are a group; groups may differ in size. A missing reward (null) leaves its rollout out of training.
 
-    Text is tokenized again, so token boundaries may differ from the sampled ones; rows with token ids (``prompt_ids``, ``completion_ids``,
-    for rollouts of a generator of your own) are taken as they are. Log-probs are computed again by the policy.
+    Text is tokenized again, so token boundaries may differ from the sampled ones, and special tokens that a dump left out are lost.
+    Rows with token ids (``prompt_ids``, ``completion_ids``, for rollouts of a generator of your own) are taken as they are. Log-probs
+    are computed again by the policy.
 
     Args:
         path: A ``.jsonl``/``.parquet`` file, or a folder that is searched for such files.

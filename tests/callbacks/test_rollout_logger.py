@@ -9,10 +9,11 @@ from lightning_rlbatch.callbacks.rollout_hooks import Rollouts
 from lightning_rlbatch.callbacks.rollout_logger import RolloutLogger, rollout_histograms, rollout_quantiles
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.dumps import RolloutDump
-from lightning_rlbatch.data.prompts import PromptBatch, contiguous_share
+from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore, RolloutTable, gather_table
 from lightning_rlbatch.distributed.mesh import build_meshes, data_parallel_meshes, single_process_meshes
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.rollout.dispatch import contiguous_share
 from lightning_rlbatch.testing import run_distributed
 
 PROMPTS = ["ab", "[bold]c"]

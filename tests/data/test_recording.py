@@ -9,11 +9,12 @@ from lightning_rlbatch.callbacks import recorder as recorder_module
 from lightning_rlbatch.callbacks.recorder import RecordingFolder, RolloutRecorder, recorded_samples
 from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback, Rollouts, call_on_rollout_end
 from lightning_rlbatch.data.batching import BatchingOptions
-from lightning_rlbatch.data.prompts import PromptBatch, contiguous_share
+from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.recording import RecordedRollouts, RecordingHeader, save_rollouts
 from lightning_rlbatch.data.store import RolloutStore, gather_table
 from lightning_rlbatch.distributed.mesh import build_meshes, data_parallel_meshes, single_process_meshes
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.rollout.dispatch import contiguous_share
 from lightning_rlbatch.testing import run_distributed
 
 ROLLOUTS = 3
