@@ -2,7 +2,7 @@
 
 import functools
 import uuid
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -30,7 +31,14 @@ from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
 from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.launch import ProcessLauncher, ScriptLauncher
 from lightning_rlbatch.strategies.precision import fsdp_precision, mixed_precision_policy
-from lightning_rlbatch.strategies.sharding import broadcast_parameters, require_sharded, shard, shardable_roots
+from lightning_rlbatch.strategies.sharding import (
+    broadcast_parameters,
+    reduces_unused_parameters,
+    require_same_gradients,
+    require_sharded,
+    shard,
+    shardable_roots,
+)
 
 
 class RLBatchFSDPStrategy(CheckpointingStrategy):
@@ -242,6 +250,19 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         finally:
             for root in roots:
                 root.set_requires_gradient_sync(True)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | nn.Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not reduces_unused_parameters():
+            assert self.model is not None
+            require_same_gradients(self.model, self.meshes.world_group)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_rlbatch.distributed.reductions import all_reduce_sums, group_size
+
 
 def shardable_roots(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the children of a module whose forward FSDP2 can hook.
@@ -101,21 +103,45 @@ def shard(
         reduce_unused_parameters(root)
 
 
+def reduces_unused_parameters() -> bool:
+    """Tell whether this torch (2.13 and later) can reduce the gradients of parameters that a rank has not used."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
 def reduce_unused_parameters(root: FSDPModule) -> None:
-    """Make every rank reduce the same parameters, used or not.
+    """Make every rank reduce the same parameters, used or not, where torch can.
 
     When ranks use different parameters in the synchronised backward, FSDP2 otherwise reduces the gradients of one rank's
-    parameter with those of another's. Torch without the switch (before 2.13) is covered by the zero-weight fillers, which
-    run every parameter; the strategy checks there that gradients exist everywhere or nowhere.
+    parameter with those of another's. On an older torch :func:`require_same_gradients` raises in that case.
 
     Args:
         root: A module that was sharded.
     """
-    switch = getattr(root, "set_reduce_scatter_unused_params", None)
-    if switch is not None:
+    if reduces_unused_parameters():
         for module in root.modules() if isinstance(root, nn.Module) else ():
             if isinstance(module, FSDPModule):
                 module.set_reduce_scatter_unused_params(True)
+
+
+def require_same_gradients(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Refuse gradients that exist on some ranks only: FSDP2 has reduced different parameters with each other.
+
+    Args:
+        module: The LightningModule after the synchronised backward.
+        group: All ranks.
+
+    Raises:
+        RuntimeError: On every rank, with the name of a parameter.
+    """
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    present = [float(parameter.grad is not None) for parameter in module.parameters() if parameter.requires_grad]
+    ranks_with = all_reduce_sums(dict(zip(names, present)), group)
+    partial = [name for name, count in ranks_with.items() if 0 < count < group_size(group)]
+    if partial:
+        raise RuntimeError(
+            f"{len(partial)} parameters have a gradient on some ranks only, for example {partial[0]!r}, so gradients of different"
+            " parameters were mixed. Use torch 2.13 or later, or let every micro-batch, fillers included, use every parameter."
+        )
 
 
 def broadcast_parameters(modules: Iterable[nn.Module], group: dist.ProcessGroup | None) -> None:

@@ -23,9 +23,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lightning_rlbatch.data import BatchingOptions
 from lightning_rlbatch.distributed.mesh import build_meshes
 from lightning_rlbatch.functional import GAE
+from lightning_rlbatch.functional.aggregation import aggregate
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.modules import PPOModule
-from lightning_rlbatch.strategies import RLBatchFSDPStrategy
+from lightning_rlbatch.modules import MicroBatchOutput, PPOModule
+from lightning_rlbatch.strategies import RLBatchFSDPStrategy, fsdp, sharding
 from lightning_rlbatch.strategies.sharding import shard
 from lightning_rlbatch.testing import run_distributed
 
@@ -171,3 +172,29 @@ def test_ranks_that_initialise_differently_train_rank_zeros_weights():
         return float(whole(module.model.weight))
 
     assert run_distributed(fn, 2, init_process_group=False) == [1.0, 1.0]
+
+
+class UsesAnotherParameterOnEachRank(ConstantLossModule):
+    def build_models(self):
+        self.model = TwoPaths()
+
+    def micro_batch_step(self, micro_batch, denominators):
+        terms = self.model(micro_batch["constant"][:, None], self.meshes.rank == 0).sum(-1)
+        mask = self.score_mask(micro_batch)
+        return MicroBatchOutput(aggregate(terms, mask, micro_batch.cu_seqlens, "token-mean", denominators))
+
+
+def test_torch_that_cannot_reduce_unused_parameters_raises_on_every_rank_by_name(monkeypatch):
+    for module in (fsdp, sharding):
+        monkeypatch.setattr(module, "reduces_unused_parameters", lambda: False)
+
+    def fn(rank, world_size):
+        data = HandMadeDataModule(constant_batch(), [Step(BatchingOptions(micro_batch_size=1))])
+        make_trainer(world_size, max_steps=1).fit(ConstantLossModule(), datamodule=data)  # equal parameters: no objection
+        with pytest.raises(RuntimeError, match="gradient on some ranks only") as caught:
+            make_trainer(world_size, max_steps=1).fit(UsesAnotherParameterOnEachRank(), datamodule=data)
+        return str(caught.value)
+
+    for message in run_distributed(fn, 2, init_process_group=False):
+        assert "2 parameters" in message
+        assert "'model.left.weight'" in message
