@@ -1,9 +1,12 @@
 """DataModules and samplers that yield planned mini-batches."""
 
 from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.dumps import RolloutDump
 from lightning_rlbatch.data.indices import MicroBatchDataset, MicroBatchIndices, PlannedIndices
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompts import PromptBatch
+from lightning_rlbatch.data.recording import RecordedRollouts
+from lightning_rlbatch.data.replay import ReplayDataModule
 from lightning_rlbatch.data.rollout import RolloutDataModule
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
 from lightning_rlbatch.data.sft import MiniBatchDataset, SFTDataModule
@@ -17,7 +20,10 @@ __all__ = [
     "MiniBatchDataset",
     "PlannedIndices",
     "PromptBatch",
+    "RecordedRollouts",
+    "ReplayDataModule",
     "RolloutDataModule",
+    "RolloutDump",
     "SFTDataModule",
     "TokenBudgetSampler",
     "stream_mini_batches",

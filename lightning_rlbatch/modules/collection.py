@@ -66,9 +66,7 @@ class RolloutCollector:
                 store = RolloutStore(samples, table, [table.ids_of_prompts(members) for members in mini_batches], options, self.meshes)
                 store.to(module.device)
             with self._timed("scoring"):
-                for name, forward in module.scoring_passes().items():
-                    role: Role = "critic" if name == "values" and module.critic is not None else "log_prob"
-                    store.update(per_token=store.score(_named(name, forward), role=role))
+                score_rollouts(module, store)
             prepared = RolloutPreparation(module, store).run()
         return store, self._metrics(table, rollouts) | prepared
 
@@ -131,6 +129,18 @@ class RolloutCollector:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
+def score_rollouts(module: "PPOModule", store: RolloutStore) -> None:
+    """Add old log-probs, reference log-probs and values to a store, as far as the module has these models; collective.
+
+    Args:
+        module: The PPO module.
+        store: Rollouts on the ranks that train on them.
+    """
+    for name, forward in module.scoring_passes().items():
+        role: Role = "critic" if name == "values" and module.critic is not None else "log_prob"
+        store.update(per_token=store.score(_named(name, forward), role=role))
+
+
 def evaluate_prompts(module: "PPOModule", prompts: PromptBatch, batch_index: int) -> dict[str, float]:
     """Sample and reward this rank's share of a validation batch.
 
@@ -166,7 +176,7 @@ def rollout_sums(names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str,
     """
     sums = {
         "rollouts": float(len(rollouts)),
-        "tokens": float(sum(len(rollout.completion.token_ids) for rollout in rollouts)),
+        "tokens": float(sum(sum(rollout.response_mask) for rollout in rollouts)),
         "truncated": float(sum(rollout.completion.finish_reason == "length" for rollout in rollouts)),
     }
     for position, name in enumerate(names):

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_rlbatch.callbacks.recorder import RolloutRecorder
 from lightning_rlbatch.callbacks.rollout_hooks import Rollouts, call_on_rollout_end
 from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.chat import Conversation
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore
@@ -23,14 +26,17 @@ from lightning_rlbatch.modules.base import (
     OptimizerFactory,
     default_optimizer,
 )
-from lightning_rlbatch.modules.collection import RolloutCollector, evaluate_prompts, reward_metrics, sync_weights
+from lightning_rlbatch.modules.collection import RolloutCollector, evaluate_prompts, reward_metrics, score_rollouts, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, load_model
 from lightning_rlbatch.modules.ppo_checks import check_ppo_options
 from lightning_rlbatch.modules.ppo_update import PPOUpdate
-from lightning_rlbatch.modules.preparation import data_parallel_peers
+from lightning_rlbatch.modules.preparation import RolloutPreparation, data_parallel_peers
 from lightning_rlbatch.modules.reward_model import build_reward_scorer
 from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards, reward_names
+from lightning_rlbatch.modules.scoring_context import scoring_context
+from lightning_rlbatch.modules.turns import Environment
+from lightning_rlbatch.rollout.dispatch import tensor_parallel_group
 from lightning_rlbatch.rollout.engine import RolloutEngine, SamplingParams
 from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
 
@@ -75,6 +81,11 @@ class PPOModule(PPOUpdate):
         top_p: Sample among the likeliest tokens of this total probability; 1 switches it off.
         validation_temperature: Temperature of validation; 0 is greedy. None takes ``temperature``.
         max_rollout_batch_size: Most sequences that decode together on a rank.
+        record_rollouts: Folder to which every iteration's rollouts are written, for :class:`ReplayDataModule`.
+        rollout_tensor_parallel_size: Neighbouring ranks that share a rollout engine and generate their rollouts together; needs a
+            :meth:`build_engine` that returns an engine which spans them.
+        environment: Answers the policy's turns, for rollouts of several turns; its tokens are in the samples but not in the loss.
+        max_turns: Most turns of the policy in a rollout; None for as many as fit into ``max_response_length``.
         remove_padding: False pads each micro-batch to its longest sample instead of packing it; the numbers are the same.
         optimizer: See :class:`RLBatchModule`.
         lr_scheduler: See :class:`RLBatchModule`.
@@ -115,6 +126,10 @@ class PPOModule(PPOUpdate):
         top_p: float = 1.0,
         validation_temperature: float | None = None,
         max_rollout_batch_size: int | None = None,
+        record_rollouts: str | None = None,
+        rollout_tensor_parallel_size: int = 1,
+        environment: Environment | None = None,
+        max_turns: int | None = None,
         remove_padding: bool = True,
         optimizer: OptimizerFactory = default_optimizer,
         lr_scheduler: LRSchedulerFactory | None = None,
@@ -150,6 +165,10 @@ class PPOModule(PPOUpdate):
         self.temperature = temperature
         self.validation_temperature = temperature if validation_temperature is None else validation_temperature
         self.max_rollout_batch_size = max_rollout_batch_size
+        self.record_rollouts = record_rollouts
+        self.rollout_tensor_parallel_size = rollout_tensor_parallel_size
+        self.environment = environment
+        self.max_turns = max_turns
         self.remove_padding = remove_padding
         self._collection_metrics: dict[str, float] = {}
         self._validation_sums: dict[str, float] = {}
@@ -159,6 +178,7 @@ class PPOModule(PPOUpdate):
 
     @override
     def build_models(self) -> None:
+        self.rollout_group = tensor_parallel_group(self.meshes, self.rollout_tensor_parallel_size)
         model = load_model(self.policy_source)
         changed = disable_dropout(model)
         if changed:
@@ -189,9 +209,21 @@ class PPOModule(PPOUpdate):
     def build_engine(self, model: PreTrainedModel) -> RolloutEngine:
         """Return the engine that samples rollouts; it keeps a whole copy of the policy of its own.
 
+        With ``rollout_tensor_parallel_size`` above 1 override this: ``self.rollout_group`` holds the ranks that the engine spans. They
+        call ``generate`` together, with the same requests in the same order.
+
         Args:
             model: The policy before it is sharded.
+
+        Raises:
+            ValueError: The engine would have to span several ranks.
         """
+        if self.rollout_tensor_parallel_size > 1:
+            raise ValueError(
+                f"rollout_tensor_parallel_size={self.rollout_tensor_parallel_size} needs an engine that spans as many ranks, but"
+                " TransformersEngine serves one: they would all generate the same. Override build_engine (VLLMEngine spans ranks), or"
+                " set it to 1."
+            )
         return TransformersEngine.from_model(model, pad_token_id=0, max_batch_size=self.max_rollout_batch_size)
 
     def unregistered_modules(self) -> Sequence[nn.Module]:
@@ -248,6 +280,20 @@ class PPOModule(PPOUpdate):
         call_on_rollout_end(self.trainer, self, Rollouts(store, collector.prompts, iteration))
         return store
 
+    def score_rollouts(self, store: RolloutStore) -> None:
+        """Score rollouts that came from elsewhere (a recording, a dump) with the current models, and prepare them for the update.
+
+        Args:
+            store: Rollouts on the ranks that train on them.
+        """
+        with scoring_context(self):
+            score_rollouts(self, store)
+            self._collection_metrics = RolloutPreparation(self, store).run()
+
+    @override
+    def configure_callbacks(self) -> list[Callback]:
+        return [] if self.record_rollouts is None else [RolloutRecorder(self.record_rollouts)]
+
     def scoring_passes(self) -> dict[str, Callable[[PackedBatch], Tensor]]:
         """Return the forward-only passes over fresh rollouts: name of the per-token field and what computes it."""
         policy, reference, temperature = self.policy, self.reference, self.temperature
@@ -268,8 +314,8 @@ class PPOModule(PPOUpdate):
     def compute_rewards(
         self,
         *,
-        prompts: Sequence[str],
-        completions: Sequence[str],
+        prompts: Sequence[str | Conversation],
+        completions: Sequence[str | Conversation],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> tuple[list[float], dict[str, list[float]]]:
@@ -278,9 +324,9 @@ class PPOModule(PPOUpdate):
         Called without collectives around it: raise freely, every rank will raise.
 
         Args:
-            prompts: Text per completion.
-            completions: Text per completion.
-            completion_ids: Sampled tokens per completion.
+            prompts: Text per completion; a list of messages where the prompt was given as one.
+            completions: Text each; a list of messages where the prompt was one.
+            completion_ids: Tokens of each completion, turns of an environment included.
             columns: Other columns of the prompts' rows.
         """
         return call_rewards(

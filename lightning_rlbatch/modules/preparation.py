@@ -47,6 +47,8 @@ class RolloutPreparation:
         return self._reduced()
 
     def _mismatch(self, samples: PackedBatch) -> None:
+        if "rollout_log_probs" not in samples:  # a dump of texts has none
+            return
         # k3 of the engine's distribution against the trainer's, on the engine's samples: never negative.
         difference = kl_penalty(samples["rollout_log_probs"], samples["old_log_probs"], samples["response_mask"], "k3")
         self._add("kl/rollout_mismatch", *token_mean(difference, samples["response_mask"]))
@@ -59,6 +61,8 @@ class RolloutPreparation:
 
     def _correct(self, samples: PackedBatch) -> None:
         assert self.module.rollout_correction is not None
+        if "rollout_log_probs" not in samples:
+            raise ValueError("rollout_correction needs the engine's log-probs, and these rollouts were recorded without. Set it to null.")
         mask = samples["response_mask"]
         result = self.module.rollout_correction(samples["old_log_probs"], samples["rollout_log_probs"], mask, samples.cu_seqlens)
         for name, metric in result.metrics.items():

@@ -18,7 +18,6 @@ from lightning_rlbatch.distributed.mesh import single_process_meshes
 from lightning_rlbatch.functional import GAE
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.ppo import PPOModule
-from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 
@@ -64,16 +63,6 @@ def count_a_and_b(prompts, completions, **columns):
     return [None if completion.startswith("c") else float(len(set(completion) & set("abdefgh"))) for completion in completions]
 
 
-class Module(PPOModule):
-    """PPOModule with the joint that replaying needs where scores were not recorded."""
-
-    def score_rollouts(self, store):
-        with scoring_context(self):
-            for name, forward in self.scoring_passes().items():
-                store.update(per_token=store.score(lambda micro_batch, name=name, forward=forward: {name: forward(micro_batch)}))
-            store.update(per_token=self.compute_advantages(store, None))
-
-
 class Losses(Callback):
     """Keeps what every optimizer step reports; may save a checkpoint after one of them."""
 
@@ -90,7 +79,7 @@ class Losses(Callback):
 
 def module(**options):
     optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731 - one expression
-    return Module(policy, [count_a_and_b], optimizer=optimizer, **options)
+    return PPOModule(policy, [count_a_and_b], optimizer=optimizer, **options)
 
 
 def fit(
