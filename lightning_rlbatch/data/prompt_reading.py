@@ -1,20 +1,24 @@
 """Read prompts from files, functions and data sets, and turn them into token ids."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_rlbatch.data.chat import as_conversation, encode_rendered, render
 from lightning_rlbatch.data.prompts import PromptBatch, Tokenizer
 from lightning_rlbatch.data.sources import import_callable
 
-PromptSource: TypeAlias = str | Callable[[], Sequence[Mapping[str, Any]]]
-"""A function that returns rows with a ``prompt`` column, its import path, or the path of a JSONL file of such rows."""
+PromptSource: TypeAlias = str | list[str] | Callable[[], Any] | Sequence[Mapping[str, Any]]
+"""Rows with a ``prompt`` column: the path of a JSONL or Parquet file, several such paths, a function that returns rows or its import
+path, a ``datasets`` object, or any sequence of rows."""
 
 TokenizerSource: TypeAlias = Callable[[], Any] | str | Any
 """A class or function that makes the tokenizer, the tokenizer itself, or the folder or hub name of a transformers one."""
+
+_TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a conversational row: what its chat template is given
 
 
 def read_prompts(
@@ -29,6 +33,9 @@ def read_prompts(
 ) -> PromptBatch:
     """Read all prompts of a source; those that are empty or too long are left out, with a warning that counts them.
 
+    A prompt is a text, or a list of messages that the tokenizer's chat template turns into one; the columns ``tools`` and
+    ``chat_template_kwargs`` of such a row are given to the template.
+
     Args:
         source: See ``PromptSource``.
         tokenizer: Encodes the prompts.
@@ -40,11 +47,12 @@ def read_prompts(
 
     Raises:
         ValueError: See :func:`read_rows`; or no row is left.
+        TypeError: Prompts are messages but the tokenizer has no chat template.
     """
     rows = read_rows(source, name)
-    prompts = [str(row["prompt"]) for row in rows]
-    prompt_ids = [list(tokenizer.encode(prompt)) for prompt in prompts]
-    kept = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_length]
+    conversations = [_conversation(row, f"{name}: row {number}") for number, row in enumerate(rows)]
+    encoded = [_encode(row, conversation, tokenizer) for row, conversation in zip(rows, conversations)]
+    kept = [index for index, (_, ids) in enumerate(encoded) if 0 < len(ids) <= max_prompt_length]
     if len(kept) < len(rows):
         rank_zero_warn(
             f"{len(rows) - len(kept)} of {len(rows)} rows of {name} are left out: empty, or more than"
@@ -53,15 +61,36 @@ def read_prompts(
     if not kept:
         raise ValueError(f"No row of {name} is left within max_prompt_length={max_prompt_length} tokens. Raise it.")
     return PromptBatch(
-        prompts=[prompts[index] for index in kept],
-        prompt_ids=[prompt_ids[index] for index in kept],
+        prompts=[encoded[index][0] for index in kept],
+        prompt_ids=[encoded[index][1] for index in kept],
         columns=[{key: value for key, value in rows[index].items() if key != "prompt"} for index in kept],
         positions=list(range(len(kept))),
         rollouts_per_prompt=rollouts_per_prompt,
         max_response_length=max_response_length,
         tokenizer=tokenizer,
         seed=seed,
+        conversations=[conversations[index] for index in kept] if any(conversations) else None,
     )
+
+
+def template_options(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the chat template that a row brings along."""
+    tools, arguments = (columns.get(key) for key in _TEMPLATE_COLUMNS)
+    return {**({} if tools is None else {"tools": tools}), **(arguments or {})}
+
+
+def _conversation(row: Mapping[str, Any], place: str) -> Any:
+    try:
+        return as_conversation(row["prompt"])
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}.") from None
+
+
+def _encode(row: Mapping[str, Any], conversation: Any, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    if conversation is None:
+        return row["prompt"], list(tokenizer.encode(row["prompt"]))
+    text = render(tokenizer, conversation, template_options(row))
+    return text, encode_rendered(tokenizer, text)
 
 
 def read_rows(source: PromptSource, name: str) -> list[dict[str, Any]]:
@@ -73,14 +102,10 @@ def read_rows(source: PromptSource, name: str) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: No rows, a row that is no JSON object, or one without a ``prompt``.
+        TypeError: The source is none of those that can be read.
+        ImportError: A Parquet file without pyarrow.
     """
-    maker = source
-    if isinstance(source, str) and not Path(source).is_file():
-        found = import_callable(source)
-        if found is None:
-            raise ValueError(f"{name} is {source!r}, which is neither an existing file nor the import path of a function.")
-        maker = found
-    rows = _read_jsonl(maker, name) if isinstance(maker, str) else list(maker())
+    rows = list(_rows(source, name))
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping) or "prompt" not in row:
             raise ValueError(f"{name}: row {number} must be an object with a 'prompt' but is {str(row)[:80]!r}.")
@@ -89,14 +114,53 @@ def read_rows(source: PromptSource, name: str) -> list[dict[str, Any]]:
     return [dict(row) for row in rows]
 
 
-def _read_jsonl(path: str, name: str) -> list[Any]:
+def _rows(source: Any, name: str) -> Iterable[Any]:
+    if isinstance(source, str):
+        return _read_file(Path(source), name) if Path(source).is_file() else _rows(_imported(source, name), name)
+    if callable(source):
+        return _rows(source(), name)
+    if isinstance(source, Mapping):
+        raise TypeError(f"{name} holds several splits, {', '.join(map(repr, list(source)[:5]))}. Pass one of them.")
+    if not isinstance(source, Iterable):
+        raise TypeError(f"{name} must be a file, a function or rows, but is of type {type(source).__name__}.")
+    rows = list(source)
+    if not rows or not all(isinstance(row, str) for row in rows):
+        return rows
+    missing = [path for path in rows if not Path(path).is_file()]
+    if missing:
+        raise ValueError(f"{name}: no such file: {missing[0]!r}.")
+    return [row for path in rows for row in _read_file(Path(path), name)]
+
+
+def _imported(source: str, name: str) -> Callable[..., Any]:
+    found = import_callable(source)
+    if found is None:
+        raise ValueError(f"{name} is {source!r}, which is neither an existing file nor the import path of a function.")
+    return found
+
+
+def _read_file(path: Path, name: str) -> list[Any]:
+    return _read_parquet(path, name) if path.suffix == ".parquet" else _read_jsonl(path, name)
+
+
+def _read_jsonl(path: Path, name: str) -> list[Any]:
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    # Lines end with a newline only: JSON text may hold other characters that count as line ends in Python.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{name}: line {number} of {path} is not JSON ({error}).") from None
+    return rows
+
+
+def _read_parquet(path: Path, name: str) -> list[Any]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError(f"{name}: reading {path} needs pyarrow: pip install pyarrow, or convert the file to JSON lines.") from None
+    rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
     return rows
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_rlbatch.data.chat import Conversation
 from lightning_rlbatch.rollout.dispatch import contiguous_share as contiguous_share  # for those that share prompts out
 from lightning_rlbatch.rollout.engine import rollout_seed
 
@@ -32,7 +33,7 @@ class PromptBatch:
     """Prompts of one iteration or validation pass over ALL ranks; each is answered ``rollouts_per_prompt`` times.
 
     Attributes:
-        prompts: Texts.
+        prompts: Texts; of a conversation what the chat template makes of it.
         prompt_ids: Token ids of each prompt.
         columns: The other columns of each prompt's row, handed to reward functions.
         positions: Index of each prompt within its iteration: with ``seed`` and iteration it identifies a rollout's random
@@ -42,6 +43,7 @@ class PromptBatch:
         tokenizer: Decodes completions for reward functions.
         seed: Seed of the run.
         pool: The whole data set, for prompts that replace others.
+        conversations: Messages of each prompt that was given as messages, None for one that was given as text; None if all were texts.
     """
 
     prompts: list[str]
@@ -53,6 +55,7 @@ class PromptBatch:
     tokenizer: Tokenizer
     seed: int
     pool: "PromptBatch | None" = None
+    conversations: list[Conversation | None] | None = None
 
     def __repr__(self) -> str:
         return f"PromptBatch({len(self)} prompts x {self.rollouts_per_prompt} rollouts)"
@@ -66,6 +69,10 @@ class PromptBatch:
         """Number of rollouts over all ranks."""
         return len(self) * self.rollouts_per_prompt
 
+    def conversation(self, index: int) -> Conversation | None:
+        """Return the messages of a prompt; None if it is a text."""
+        return None if self.conversations is None else self.conversations[index]
+
     def select(self, indices: Sequence[int]) -> "PromptBatch":
         """Return some of the prompts, in the given order."""
         return dataclasses.replace(
@@ -74,10 +81,13 @@ class PromptBatch:
             prompt_ids=[self.prompt_ids[i] for i in indices],
             columns=[self.columns[i] for i in indices],
             positions=[self.positions[i] for i in indices],
+            conversations=None if self.conversations is None else [self.conversations[i] for i in indices],
         )
 
     def replaced(self, indices: Sequence[int], stream: int, attempt: int) -> "PromptBatch":
         """Return a batch in which some prompts are exchanged for others of the data set, by a rule that every rank computes alike.
+
+        Positions stay, so that random numbers and group ids belong to the place and not to the prompt.
 
         Args:
             indices: Which prompts go.
@@ -85,8 +95,13 @@ class PromptBatch:
             attempt: How often prompts were exchanged in it.
         """
         pool = self if self.pool is None else self.pool
-        prompts, prompt_ids, columns = list(self.prompts), list(self.prompt_ids), list(self.columns)
-        for index in indices:
-            chosen = rollout_seed(self.seed, stream, self.positions[index], -attempt) % len(pool)
-            prompts[index], prompt_ids[index], columns[index] = pool.prompts[chosen], pool.prompt_ids[chosen], pool.columns[chosen]
-        return dataclasses.replace(self, prompts=prompts, prompt_ids=prompt_ids, columns=columns)
+        chosen = {index: rollout_seed(self.seed, stream, self.positions[index], -attempt) % len(pool) for index in indices}
+        sources = [(pool, chosen[index]) if index in chosen else (self, index) for index in range(len(self))]
+        conversations = [batch.conversation(index) for batch, index in sources]
+        return dataclasses.replace(
+            self,
+            prompts=[batch.prompts[index] for batch, index in sources],
+            prompt_ids=[batch.prompt_ids[index] for batch, index in sources],
+            columns=[batch.columns[index] for batch, index in sources],
+            conversations=conversations if any(conversations) else None,
+        )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_rlbatch.data.chat import Conversation
 from lightning_rlbatch.functional.rewards import combine_rewards
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -16,8 +17,8 @@ def call_rewards(
     functions: Sequence[RewardFunction],
     weights: Sequence[float],
     *,
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[str | Conversation],
+    completions: Sequence[str | Conversation],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> tuple[list[float], dict[str, list[float]]]:
@@ -29,9 +30,9 @@ def call_rewards(
     Args:
         functions: Reward functions.
         weights: Weight of each function.
-        prompts: Text per completion.
-        completions: Text per completion.
-        completion_ids: Sampled tokens per completion.
+        prompts: Text per completion; a list of messages where the prompt was given as one.
+        completions: Text each; a list of messages where the prompt was one.
+        completion_ids: Tokens of each completion, turns of an environment included.
         columns: Other columns of the prompts' rows, one value per completion.
 
     Returns:
@@ -72,7 +73,7 @@ def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _checked(name: str, rewards: Any, completions: Sequence[str]) -> list[float]:
+def _checked(name: str, rewards: Any, completions: Sequence[str | Conversation]) -> list[float]:
     try:
         listed = list(rewards)
     except TypeError:
@@ -93,7 +94,7 @@ def _checked(name: str, rewards: Any, completions: Sequence[str]) -> list[float]
             raise TypeError(f"Reward function {name!r} returned {reward!r} for completion {index}; expected a number or None.") from None
         if not math.isfinite(value):
             raise ValueError(
-                f"Reward function {name!r} returned {value} for completion {index} ({completions[index][:80]!r})."
+                f"Reward function {name!r} returned {value} for completion {index} ({str(completions[index])[:80]!r})."
                 " Return a finite number, or None to leave the completion out of its group and of training."
             )
         checked.append(value)

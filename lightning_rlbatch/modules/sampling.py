@@ -17,7 +17,8 @@ from lightning_rlbatch.distributed.reductions import all_gather_rows
 from lightning_rlbatch.functional.filters import zero_variance_groups
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.progress import rollout_progress
-from lightning_rlbatch.rollout.engine import Completion, RolloutRequest, SamplingParams, rollout_seed
+from lightning_rlbatch.modules.turns import Response, ResponseSampler, texts
+from lightning_rlbatch.rollout.engine import Completion, SamplingParams, rollout_seed
 
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo import PPOModule
@@ -31,10 +32,11 @@ class Rollout:
 
     Attributes:
         prompt_ids: Tokens of its prompt.
-        completion: What was sampled.
+        completion: What followed it: what was sampled, and the turns of an environment in between.
         reward: Weighted sum of the reward functions; NaN without a verdict.
         components: Reward of each function, NaN without a verdict.
         baseline: Reward of the greedy answer to the same prompt; NaN if nothing needs it.
+        sampled: True for each token of the completion that the policy sampled; None if it sampled all.
     """
 
     prompt_ids: list[int]
@@ -42,6 +44,12 @@ class Rollout:
     reward: float
     components: list[float]
     baseline: float = math.nan
+    sampled: list[bool] | None = None
+
+    @property
+    def response_mask(self) -> list[bool]:
+        """Which tokens of the completion the policy sampled."""
+        return [True] * len(self.completion.token_ids) if self.sampled is None else self.sampled
 
 
 class RolloutSampler:
@@ -107,28 +115,35 @@ class RolloutSampler:
             rollout.baseline = baselines[index // size]
 
     def _rollouts(self, indices: Iterable[int], sampling: SamplingParams, stream: int) -> list[Rollout]:
-        prompts, size, indices = self.prompts, self.prompts.rollouts_per_prompt, list(indices)
-        chosen = [index // size for index in indices]
-        requests = [
-            RolloutRequest(prompts.prompt_ids[prompt], rollout_seed(prompts.seed, stream, prompts.positions[prompt], index % size))
-            for prompt, index in zip(chosen, indices)
+        module, prompts, size = self.module, self.prompts, self.prompts.rollouts_per_prompt
+        responses = [
+            Response(index // size, rollout_seed(prompts.seed, stream, prompts.positions[index // size], index % size)) for index in indices
         ]
-        # What only this rank runs (its prompts, its reward calls) fails on every rank, or the others would wait for it.
-        progress = rollout_progress(self.module.trainer, len(requests), self.description)
+        sampler = ResponseSampler(
+            module.rollout_engine,
+            prompts,
+            sampling,
+            group=module.rollout_group,
+            environment=module.environment,
+            max_turns=module.max_turns,
+        )
+        # What only this rank runs (its prompts, its reward calls) fails on every rank, or the others would wait for it. Collectives of
+        # a tensor-parallel group within are safe: whatever is raised there is raised on all ranks of the group.
+        progress = rollout_progress(module.trainer, len(responses), self.description)
         with fail_together(self.group, "generation"), self._timed("generation"), progress as update:
-            completions = self.module.rollout_engine.generate(requests, sampling, on_progress=update)
+            sampler.sample(responses, update)
         with fail_together(self.group, "rewards"), self._timed("rewards"):
-            names = sorted({name for row in prompts.columns for name in row})
-            totals, by_name = self.module.compute_rewards(
-                prompts=[prompts.prompts[prompt] for prompt in chosen],
-                completions=[prompts.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions],
-                completion_ids=[completion.token_ids for completion in completions],
-                columns={name: [prompts.columns[prompt].get(name) for prompt in chosen] for name in names},
+            told = texts(prompts, responses)
+            totals, by_name = module.compute_rewards(
+                prompts=told.prompts,
+                completions=told.completions,
+                completion_ids=[response.token_ids for response in responses],
+                columns=told.columns,
             )
-            components = zip(*by_name.values()) if by_name else [()] * len(totals)
+            components = list(zip(*by_name.values())) or [()] * len(responses)  # no reward function beside a reward model
             return [
-                Rollout(prompts.prompt_ids[prompt], completion, reward, list(parts))
-                for prompt, completion, reward, parts in zip(chosen, completions, totals, components)
+                Rollout(prompts.prompt_ids[response.prompt], response.completion, reward, list(parts), sampled=response.sampled)
+                for response, reward, parts in zip(responses, totals, components)
             ]
 
     @contextmanager
@@ -157,7 +172,7 @@ def _row(rollout: Rollout, sample_id: int) -> dict[str, Tensor]:
     prompt, completion = rollout.prompt_ids, rollout.completion
     return {
         "input_ids": torch.tensor([*prompt, *completion.token_ids], dtype=torch.int64),
-        "response_mask": torch.tensor([False] * len(prompt) + [True] * len(completion.token_ids)),
+        "response_mask": torch.tensor([False] * len(prompt) + rollout.response_mask),
         "rollout_log_probs": torch.tensor([0.0] * len(prompt) + list(completion.log_probs), dtype=torch.float32),
         "reward": torch.tensor(rollout.reward, dtype=torch.float64),
         "component_rewards": torch.tensor(rollout.components, dtype=torch.float64),
