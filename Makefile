@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread per process: ranks share the cores, and OpenMP threads that spin make both of them crawl.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 .DEFAULT_GOAL := test
 
 # The stamp makes a second run skip the installation; it is rebuilt when the metadata changes.
@@ -26,5 +26,10 @@ lint: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest -q
 
+# The site goes to site/; --strict turns a dead link or a page without a place in the navigation into an error.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) outputs site
