@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_rlbatch.distributed.ulysses import gather_sequence, pad_seq_lens, shard_sequence, ulysses_attention
+from lightning_rlbatch.distributed.ulysses import gather_sequence, shard_sequence, ulysses_attention
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.testing import run_distributed
 
@@ -38,10 +38,10 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
         self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(2))
 
-    def forward(self, hidden: Tensor, seq_lens: tuple[int, ...], group: dist.ProcessGroup | None) -> Tensor:
-        """Map this rank's tokens ``[t, size]``; ``seq_lens`` are those of the whole sequence."""
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Map this rank's tokens ``[t, size]``; ``cu_seqlens`` are the boundaries of the samples in the whole sequence."""
         projected = self.qkv(self.norms[0](hidden)).unflatten(1, (sum(self.heads), -1))  # [t, Hq + 2 Hk, D]
-        attended = ulysses_attention(*torch.split(projected, self.heads, dim=1), seq_lens, group=group)
+        attended = ulysses_attention(*torch.split(projected, self.heads, dim=1), cu_seqlens, group=group)
         hidden = hidden + self.out(attended.flatten(1))
         return hidden + self.mlp(self.norms[1](hidden))
 
@@ -63,11 +63,11 @@ class PlainTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(size, num_heads, num_kv_heads) for _ in range(num_blocks))
         self.head = nn.Linear(size, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, seq_lens: tuple[int, ...], group: dist.ProcessGroup | None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """Return logits ``[t, VOCABULARY]`` of this rank's tokens."""
         hidden = self.tokens(input_ids) + self.positions(position_ids)
         for block in self.blocks:
-            hidden = block(hidden, seq_lens, group)
+            hidden = block(hidden, cu_seqlens, group)
         return self.head(hidden)
 
 
@@ -75,8 +75,7 @@ def mean_loss(model: PlainTransformer, batch: PackedBatch, group: dist.ProcessGr
     """Return the mean cross-entropy of the next token, the same on every rank of the group."""
     labels = batch["input_ids"].roll(-1)  # shifted before the sequence is cut: the next token may be on the next rank
     labels[batch.cu_seqlens[1:].long() - 1] = -100  # the last token of a sample predicts nothing
-    seq_lens = pad_seq_lens(batch.seq_lens, 1 if group is None else dist.get_world_size(group))
-    logits = model(shard_sequence(batch["input_ids"], group), shard_sequence(batch.position_ids, group), seq_lens, group)
+    logits = model(shard_sequence(batch["input_ids"], group), shard_sequence(batch.position_ids, group), batch.cu_seqlens, group)
     losses = functional.cross_entropy(logits, shard_sequence(labels, group, pad_value=-100), reduction="none")
     return gather_sequence(losses, group, batch.num_tokens).sum() / (batch.num_tokens - batch.num_samples)
 

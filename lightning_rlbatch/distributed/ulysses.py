@@ -9,6 +9,7 @@ the gradient of that loss.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_rlbatch.distributed.heads import HeadPlan
-from lightning_rlbatch.functional.attention import AttentionFunction, varlen_attention
+from lightning_rlbatch.functional.attention import AttentionFunction, check_shapes, varlen_attention
 
 
 class _AllToAll(torch.autograd.Function):
@@ -98,25 +99,30 @@ def shard_sequence(tokens: Tensor, group: dist.ProcessGroup | None, *, dim: int 
     return tokens.narrow(dim, dist.get_rank(group) * rows, rows)
 
 
-def gather_sequence(local: Tensor, group: dist.ProcessGroup | None, num_tokens: int | None = None) -> Tensor:
-    """Collect the slices of all ranks, in rank order; the inverse of :func:`shard_sequence` along dimension 0.
+def gather_sequence(local: Tensor, group: dist.ProcessGroup | None, num_tokens: int | None = None, *, dim: int = 0) -> Tensor:
+    """Collect the slices of all ranks, in rank order; the inverse of :func:`shard_sequence`.
 
     The backward hands this rank its own slice of the gradient times P and communicates nothing. That is right if every rank of the group
     computes the same loss from the result and gradients are averaged over the group; see the module docstring.
 
     Args:
-        local: ``[t, ...]``, the same shape on every rank.
+        local: t rows along ``dim``, the same shape on every rank.
         group: The sequence-parallel group; None means one rank.
         num_tokens: T without padding; rows beyond it are cut off.
+        dim: The token dimension.
 
     Returns:
-        ``[P * t, ...]``, or ``[num_tokens, ...]``.
+        ``P * t`` rows along ``dim``, or ``num_tokens``.
+
+    Raises:
+        ValueError: More tokens asked for than there are.
     """
     size = 1 if group is None else dist.get_world_size(group)
-    if num_tokens is not None and not 0 <= num_tokens <= size * local.shape[0]:
-        raise ValueError(f"Expected num_tokens between 0 and {size} ranks x {local.shape[0]} tokens but got {num_tokens}.")
-    full = local if size == 1 else _apply(_Gather, local, group)
-    return full if num_tokens is None else full[:num_tokens]
+    rows = local.shape[dim]
+    if num_tokens is not None and not 0 <= num_tokens <= size * rows:
+        raise ValueError(f"Expected num_tokens between 0 and {size} ranks x {rows} tokens but got {num_tokens}.")
+    full = local if size == 1 else _apply(_Gather, local.movedim(dim, 0), group).movedim(0, dim)
+    return full if num_tokens is None else full.narrow(dim, 0, num_tokens)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled graphs may reorder collectives against those of FSDP, differently on each rank
@@ -182,11 +188,11 @@ def ulysses_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seq_lens: Sequence[int],
+    cu_seqlens: Tensor | Sequence[int] | None,
     *,
     group: dist.ProcessGroup | None,
+    seq_lens: Sequence[int] | None = None,
     attention: AttentionFunction = varlen_attention,
-    cu_seqlens: Tensor | None = None,
     sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
@@ -198,10 +204,11 @@ def ulysses_attention(
         query: ``[t, Hq, D]``, rotary embeddings already applied (with positions of the whole sequence).
         key: ``[t, Hk, D]``.
         value: ``[t, Hk, Dv]``.
-        seq_lens: Tokens of each sample of the WHOLE sequence, padding included (:func:`pad_seq_lens`); the sum is ``P * t``.
+        cu_seqlens: ``[N + 1]``, integers: where each sample of the WHOLE sequence begins, and the end of the last one. The fewer than P
+            rows that :func:`shard_sequence` appends become a segment of their own. None if ``seq_lens`` says it all.
         group: The sequence-parallel group; None means one rank.
+        seq_lens: The same as lengths, host integers. They spare a wait for the device that holds ``cu_seqlens``.
         attention: What runs on the gathered sequence; :func:`~lightning_rlbatch.models.select_attention` knows GPU kernels.
-        cu_seqlens: int32 boundaries of ``seq_lens``, if the attention function reads them.
         sinks: ``[Hq]``, one more score per head; cut to this rank's heads.
         **options: Passed on to ``attention``: scale, causal, window, softcap, dropout. With dropout, each rank draws for its own heads.
 
@@ -209,16 +216,14 @@ def ulysses_attention(
         ``[t, Hq, Dv]``.
 
     Raises:
-        ValueError: Lengths that do not add up to ``P * t``, mixed dtypes, or fewer query heads than ranks.
+        TypeError: Neither ``cu_seqlens`` nor ``seq_lens``.
+        ValueError: Shapes that do not fit, samples that do not fill ``P * t`` tokens, mixed dtypes, or fewer query heads than ranks.
     """
     size = 1 if group is None else dist.get_world_size(group)
+    check_shapes(query, key, value)
+    seq_lens, cu_seqlens = _segments(cu_seqlens, seq_lens, query.shape[0], size)
     if group is None or size == 1:
         return attention(query, key, value, seq_lens, cu_seqlens=cu_seqlens, sinks=sinks, **options)
-    if sum(seq_lens) != size * query.shape[0]:
-        raise ValueError(
-            f"The lengths add up to {sum(seq_lens)} tokens but {size} ranks with {query.shape[0]} tokens each hold "
-            f"{size * query.shape[0]}. Pass the lengths of the whole sequence through pad_seq_lens, and every input through shard_sequence."
-        )
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"Query, key and value travel together and need one dtype, but have {query.dtype}, {key.dtype}, {value.dtype}.")
     plan = HeadPlan.build(query.shape[1], key.shape[1], size)
@@ -231,3 +236,27 @@ def ulysses_attention(
         sinks = sinks[plan.query_bounds[rank] : plan.query_bounds[rank + 1]]
     out = attention(q, k, v, seq_lens, cu_seqlens=cu_seqlens, sinks=sinks, **options)
     return gather_heads(out, plan, group)
+
+
+def _segments(
+    cu_seqlens: Tensor | Sequence[int] | None, seq_lens: Sequence[int] | None, local_tokens: int, size: int
+) -> tuple[Sequence[int], Tensor | None]:
+    """Return the lengths of all segments, padding included, and their boundaries if they are on a device already."""
+    bounds = cu_seqlens.detach() if isinstance(cu_seqlens, Tensor) else None
+    if seq_lens is None:
+        if cu_seqlens is None:
+            raise TypeError("Expected cu_seqlens, or seq_lens, but got neither: the samples of a sequence are never guessed.")
+        starts = [int(start) for start in (cu_seqlens if bounds is None else bounds.tolist())]
+        seq_lens = [after - before for before, after in pairwise(starts)]
+        if starts[:1] != [0] or min(seq_lens, default=0) < 0:
+            raise ValueError(f"Expected cu_seqlens to begin with 0 and never to fall, but got {starts[:8]} ({len(starts)} in all).")
+    padding = size * local_tokens - sum(seq_lens)
+    if not 0 <= padding < size:
+        raise ValueError(
+            f"The samples have {sum(seq_lens)} tokens but {size} rank(s) with {local_tokens} tokens each hold {size * local_tokens}. "
+            "Pass cu_seqlens of the whole sequence, and every input through shard_sequence."
+        )
+    if padding:
+        seq_lens = (*seq_lens, padding)
+        bounds = bounds if bounds is None else torch.cat((bounds, bounds.new_full((1,), size * local_tokens)))
+    return seq_lens, bounds

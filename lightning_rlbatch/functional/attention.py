@@ -117,15 +117,32 @@ def check_attention(
     Example:
         >>> check_attention(torch.zeros(3, 1, 2), torch.zeros(3, 1, 2), torch.zeros(3, 1, 2), [1, 2])
     """
+    check_shapes(query, key, value)
+    if sum(seq_lens) != len(query):
+        raise ValueError(f"The lengths {_shorten(seq_lens)} add up to {sum(seq_lens)} but the query has {len(query)} tokens.")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"A sliding window must be at least 1 and needs causal attention, but got window={window}, causal={causal}.")
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless query, key and value are packed and their heads fit each other.
+
+    Args:
+        query: ``[T, Hq, D]``.
+        key: ``[T, Hk, D]``.
+        value: ``[T, Hk, Dv]``.
+
+    Raises:
+        ValueError: They do not fit; the message holds the shapes.
+
+    Example:
+        >>> check_shapes(torch.zeros(3, 2, 4), torch.zeros(3, 1, 4), torch.zeros(3, 1, 5))
+    """
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not (query.ndim == key.ndim == value.ndim == 3 and len(query) == len(key) == len(value)):
         raise ValueError(f"Expected query [T, Hq, D], key [T, Hk, D] and value [T, Hk, Dv] but got {shapes}.")
     if query.shape[2] != key.shape[2] or key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
         raise ValueError(f"Expected equal head sizes and a number of query heads that is a multiple of the key heads, but got {shapes}.")
-    if sum(seq_lens) != len(query):
-        raise ValueError(f"The lengths {_shorten(seq_lens)} add up to {sum(seq_lens)} but the query has {len(query)} tokens.")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"A sliding window must be at least 1 and needs causal attention, but got window={window}, causal={causal}.")
 
 
 def _shorten(lengths: Sequence[int]) -> str:

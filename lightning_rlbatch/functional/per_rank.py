@@ -1,7 +1,7 @@
 """The two-layer baseline for data whose lengths only their own rank knows."""
 
 from lightning_rlbatch.functional.cutting import cut_by_differencing, spread
-from lightning_rlbatch.functional.plan_input import Oversize, checked_input
+from lightning_rlbatch.functional.plan_input import Oversize, check_at_least, checked_input
 from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT, Integers
 
 
@@ -43,6 +43,7 @@ def plan_rank(
         >>> plan_rank([5, 3, 2, 6], num_micro_steps=3, max_tokens_per_rank=8)
         [[3], [0], [1, 2]]
     """
+    check_at_least("num_micro_steps", num_micro_steps, 1)
     job = checked_input(seq_lens, max_tokens_per_rank, micro_batch_size, sp_size, coefficient, group_size, oversize)
     everything = list(range(len(job.tokens)))
     needed = len(cut_by_differencing(job, everything, 1))

@@ -71,6 +71,13 @@ def check_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"`{name}` must be at least {least} but got {value}.")
 
 
+def check_flags(**flags: bool) -> None:
+    """Raise unless every value is True or False: the string "false" of a configuration would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"`{name}` must be True or False but got {value!r}.")
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless ``value`` is one of the choices."""
     if value not in choices:
@@ -99,6 +106,7 @@ def checked_input(
     check_at_least("sp_size", sp_size, 1)
     check_at_least("group_size", group_size, 1)
     check_choice("oversize", oversize, ("error", "isolate"))
+    check_flags(padded=padded)
     lengths = to_int64(seq_lens)
     if len(lengths) % group_size:
         raise ValueError(

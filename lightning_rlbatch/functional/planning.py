@@ -16,7 +16,7 @@ from lightning_rlbatch.functional.exchange import Exchange, level, settle
 from lightning_rlbatch.functional.fixed_ranks import cut_ranks
 from lightning_rlbatch.functional.partition_starts import longest_first, to_matrix
 from lightning_rlbatch.functional.plan import BatchPlan
-from lightning_rlbatch.functional.plan_input import Oversize, PlanInput, check_at_least, check_choice, checked_input
+from lightning_rlbatch.functional.plan_input import Oversize, PlanInput, check_at_least, check_choice, check_flags, checked_input
 from lightning_rlbatch.functional.rows import ROW_TOLERANCE, Bucket, deal_rows, fewest_rows, group_rows, plan_rows
 from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT, Integers
 
@@ -70,7 +70,7 @@ def plan_mini_batch(
         The plan, the same for equal input. Fillers (``[]``) appear only where a rank has too few samples.
 
     Raises:
-        TypeError: A value is not an integer.
+        TypeError: A value is not an integer, or a flag not a bool.
         ValueError: A setting is out of range, or a sample exceeds the budget; the message names it.
 
     Source:
@@ -87,6 +87,7 @@ def plan_mini_batch(
     check_at_least("min_num_micro_steps", min_num_micro_steps, 1)
     check_at_least("num_micro_steps_multiple", num_micro_steps_multiple, 1)
     check_choice("planner", planner, ("global", "per_rank"))
+    check_flags(balance=balance, equal_size=equal_size, refine=refine)
     multiple = num_micro_steps_multiple
     if balance and equal_size and planner == "global":
         return job.to_plan(cut_ranks(job, balanced_partition(job.work, dp_size, equal_size=True), min_num_micro_steps, multiple))

@@ -67,10 +67,7 @@ def workload_array(lengths: IntArray, coefficient: int = DEFAULT_COEFFICIENT) ->
         >>> workload_array(np.array([2, 3]), 10)
         array([24, 39])
     """
-    if isinstance(coefficient, bool) or not isinstance(coefficient, int | np.integer):
-        raise TypeError(f"`coefficient` must be an int, so that all ranks compute the same plan, but got {coefficient!r}. Round it.")
-    if coefficient < 0:
-        raise ValueError(f"`coefficient` must not be negative but got {coefficient}.")
+    _check_coefficient(coefficient)
     exact = lengths.astype(np.float64)
     if float((coefficient * exact + exact * exact).sum()) >= MAX_TOTAL:
         raise ValueError(
@@ -78,6 +75,13 @@ def workload_array(lengths: IntArray, coefficient: int = DEFAULT_COEFFICIENT) ->
             f"coefficient={coefficient}. Plan fewer samples at a time, or check the lengths."
         )
     return coefficient * lengths + lengths * lengths
+
+
+def _check_coefficient(coefficient: int) -> None:
+    if isinstance(coefficient, bool) or not isinstance(coefficient, int | np.integer):
+        raise TypeError(f"`coefficient` must be an int, so that all ranks compute the same plan, but got {coefficient!r}. Round it.")
+    if coefficient < 0:
+        raise ValueError(f"`coefficient` must not be negative but got {coefficient}.")
 
 
 def attention_workload(seq_lens: Integers, *, coefficient: int = DEFAULT_COEFFICIENT) -> list[int]:
@@ -92,7 +96,7 @@ def attention_workload(seq_lens: Integers, *, coefficient: int = DEFAULT_COEFFIC
         coefficient: Length at which the linear and the quadratic term are equal.
 
     Returns:
-        ``[N]`` Python ints, exact (int32 would overflow from L = 35,655 on).
+        ``[N]`` Python ints, exact for every L (int32 would overflow from L = 35,655 on).
 
     Raises:
         TypeError: Lengths or coefficient are not integers.
@@ -106,7 +110,9 @@ def attention_workload(seq_lens: Integers, *, coefficient: int = DEFAULT_COEFFIC
         >>> attention_workload([1, 40000])
         [24577, 2583040000]
     """
-    return [int(w) for w in workload_array(to_int64(seq_lens), coefficient).tolist()]
+    _check_coefficient(coefficient)
+    factor = int(coefficient)
+    return [factor * length + length * length for length in to_int64(seq_lens).tolist()]
 
 
 def workload_coefficient(

@@ -58,10 +58,10 @@ class ForwardRecord:
             query,
             key,
             value,
-            self.lengths.seq_lens,
+            self.cu_seqlens,
             group=self.handle.sp_group,
+            seq_lens=self.lengths.seq_lens,
             attention=self.handle.attention,
-            cu_seqlens=self.cu_seqlens,
             **options,
         )
 

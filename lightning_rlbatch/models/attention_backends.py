@@ -123,7 +123,8 @@ def _attend(
     check_attention(query, key, value, seq_lens, causal=causal, window=window)
     if cu_seqlens is None:
         bounds = [0, *torch.tensor(seq_lens).cumsum(0).tolist()]
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=query.device)
+        cu_seqlens = torch.tensor(bounds)
+    cu_seqlens = cu_seqlens.to(query.device, torch.int32)
     return _run_kernel(chosen, query, key, value, cu_seqlens, max(seq_lens), scale, causal, window, softcap, dropout)
 
 

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,7 +62,7 @@ def make_inputs(heads, kv_heads, tokens, value_size=4, dtype=torch.float64):
 
 def run_layout(group, seq_lens, heads, kv_heads, options, value_size=4, sinks=False):
     """Return the errors of output and gradients of one layout against the whole sequence on one rank."""
-    padded = pad_seq_lens(seq_lens, dist.get_world_size(group))
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(seq_lens)], dtype=torch.int32)  # without the padding of the shards
     tokens = sum(seq_lens)
     whole = [x.requires_grad_() for x in make_inputs(heads, kv_heads, tokens, value_size)]
     sink = torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_() if sinks else None
@@ -70,7 +72,7 @@ def run_layout(group, seq_lens, heads, kv_heads, options, value_size=4, sinks=Fa
     reference = torch.autograd.grad((expected * weights).square().sum(), leaves)
 
     local = [shard_sequence(x, group) for x in whole]
-    out = ulysses_attention(*local, padded, group=group, sinks=sink, **options)
+    out = ulysses_attention(*local, cu_seqlens, group=group, sinks=sink, **options)
     gathered = gather_sequence(out, group, tokens)
     gradients = torch.autograd.grad((gathered * weights).square().sum(), leaves)
     for gradient in gradients:  # what FSDP or DDP does with the gradients of parameters
@@ -140,7 +142,7 @@ def test_a_layer_costs_two_all_to_alls_forward_and_two_backward_and_nothing_else
     def work(rank, size):
         calls = count_collectives(monkeypatch)
         local = [x[:4].requires_grad_() for x in make_inputs(*layout, 8)]
-        out = ulysses_attention(*local, [3, 5], group=dist.group.WORLD)
+        out = ulysses_attention(*local, [0, 3, 8], group=dist.group.WORLD)
         forward, calls[:] = list(calls), []
         out.sum().backward()
         return forward, calls
@@ -171,21 +173,43 @@ def test_shards_gather_to_the_sequence_and_hand_back_their_slice_times_the_group
 
 def test_without_a_group_nothing_is_communicated_and_nothing_changes():
     whole = make_inputs(8, 2, 9)
-    assert torch.equal(ulysses_attention(*whole, [4, 5], group=None), varlen_attention(*whole, [4, 5]))
+    assert torch.equal(ulysses_attention(*whole, [0, 4, 9], group=None), varlen_attention(*whole, [4, 5]))
     assert shard_sequence(whole[0], None) is whole[0]
     assert gather_sequence(whole[0], None) is whole[0]
     assert gather_sequence(whole[0], None, 3).shape[0] == 3
 
 
-def test_lengths_of_a_shard_and_too_few_heads_are_errors_on_every_rank():
+def test_what_does_not_fit_is_an_error_on_every_rank():
     def work(rank, size):
-        local = make_inputs(8, 2, 4)
-        with pytest.raises(ValueError, match=r"add up to 4 tokens but 2 ranks with 4 tokens each hold 8.*pad_seq_lens"):
-            ulysses_attention(*local, [4], group=dist.group.WORLD)
+        group, local = dist.group.WORLD, make_inputs(8, 2, 4)
+        with pytest.raises(ValueError, match=r"samples have 4 tokens but 2 rank\(s\) with 4 tokens each hold 8.*shard_sequence"):
+            ulysses_attention(*local, [0, 4], group=group)
+        with pytest.raises(ValueError, match=r"begin with 0 and never to fall, but got \[3, 5\]"):  # lengths instead of boundaries
+            ulysses_attention(*local, torch.tensor([3, 5]), group=group)
+        with pytest.raises(TypeError, match="cu_seqlens, or seq_lens, but got neither"):
+            ulysses_attention(*local, None, group=group)
+        with pytest.raises(ValueError, match=r"Expected query \[T, Hq, D\].*but got query \[1, 4, 8, 4\]"):
+            ulysses_attention(*(x[None] for x in local), [0, 8], group=group)
         with pytest.raises(ValueError, match="needs at least 2 attention heads but the model has 1"):
-            ulysses_attention(*make_inputs(1, 1, 4), [8], group=dist.group.WORLD)
+            ulysses_attention(*make_inputs(1, 1, 4), [0, 8], group=group)
         with pytest.raises(ValueError, match="travel together and need one dtype"):
-            ulysses_attention(local[0].float(), *local[1:], [8], group=dist.group.WORLD)
+            ulysses_attention(local[0].float(), *local[1:], [0, 8], group=group)
         return True
+
+    assert run_distributed(work, 2) == [True, True]
+
+
+def test_lengths_on_the_host_serve_as_well_as_boundaries():
+    whole = make_inputs(8, 2, 9)
+    expected = varlen_attention(*whole, [4, 0, 5])
+    for how in ({"cu_seqlens": torch.tensor([0, 4, 4, 9])}, {"cu_seqlens": None, "seq_lens": [4, 0, 5]}):
+        assert torch.equal(ulysses_attention(*whole, **how, group=None), expected)
+
+
+def test_the_token_dimension_may_be_any():
+    def work(rank, size):
+        rows = torch.arange(30.0).view(2, 5, 3)
+        local = shard_sequence(rows, dist.group.WORLD, dim=1)
+        return bool(torch.equal(gather_sequence(local, dist.group.WORLD, 5, dim=1), rows))
 
     assert run_distributed(work, 2) == [True, True]

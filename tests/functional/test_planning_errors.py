@@ -70,9 +70,17 @@ def test_negative_and_fractional_lengths_are_refused():
         plan_mini_batch([1], dp_size=2.5, max_tokens_per_rank=8)
 
 
+@pytest.mark.parametrize("flag", ["balance", "equal_size", "padded", "refine"])
+def test_a_flag_that_is_no_bool_is_refused(flag):
+    with pytest.raises(TypeError, match=f"`{flag}` must be True or False but got 'false'"):
+        plan_mini_batch([1, 2, 3], **GOOD, **{flag: "false"})
+
+
 def test_too_few_micro_steps_for_a_rank_are_refused():
     with pytest.raises(ValueError, match=r"`num_micro_steps` must be at least 2 for 2 samples of 16 tokens but got 1.*MAX"):
         plan_rank([8, 8], num_micro_steps=1, max_tokens_per_rank=8)
+    with pytest.raises(TypeError, match=r"`num_micro_steps` must be an int but got 2\.0"):
+        plan_rank([8, 8], num_micro_steps=2.0, max_tokens_per_rank=8)
 
 
 @pytest.mark.parametrize("ranks", [[[0, 1], [1]], [[0]], [], [[0, 1, 2]]])

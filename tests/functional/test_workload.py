@@ -23,7 +23,7 @@ def test_int32_tensors_do_not_overflow():
     assert attention_workload(lengths) == case["expected"]["int64"]
 
 
-@given(st.lists(st.integers(0, 2**30)), st.integers(0, 100_000))
+@given(st.lists(st.integers(0, 2**62)), st.integers(0, 100_000))
 def test_any_integer_container_gives_exact_python_ints(lengths, coefficient):
     expected = [coefficient * n + n * n for n in lengths]
     for values in (lengths, np.array(lengths, dtype=np.int64), torch.tensor(lengths, dtype=torch.int64)):
