@@ -77,5 +77,6 @@ def encode_reply(tokenizer: "Tokenizer", message: Mapping[str, Any], options: Ma
     _, found, behind = render(tokenizer, messages, options).partition(_ANSWER)
     if not found:
         raise ValueError("The chat template leaves out the assistant's turn before the last message, so turns cannot follow each other.")
-    end = getattr(tokenizer, "eos_token", None)  # the policy has sampled it
-    return encode_rendered(tokenizer, behind.removeprefix(end) if isinstance(end, str) else behind)
+    end = getattr(tokenizer, "eos_token", None)
+    space, ends, rest = behind.partition(end) if isinstance(end, str) else (behind, "", "")
+    return encode_rendered(tokenizer, rest if ends and not space.strip() else behind)  # the policy has sampled the end token

@@ -49,7 +49,7 @@ class RolloutDataModule(pl.LightningDataModule):
     order per pass. Which rollouts form a mini-batch never depends on their lengths.
 
     Args:
-        train_prompts: Rows with a ``prompt`` column; other columns go to the reward functions.
+        train_prompts: Rows with a ``prompt`` (text or messages), see ``PromptSource``; other columns go to the reward functions.
         tokenizer: See ``TokenizerSource``.
         val_prompts: Rows for validation.
         train_batch_size: Prompts per iteration, over all ranks.
@@ -200,9 +200,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """
         assert self._train is not None
         size = len(self._train)
-        trainer: Any = self.trainer  # connectors set attributes that type checkers do not see
-        if trainer is not None and trainer.overfit_batches > 0:
-            iteration = 0
+        iteration = self._shuffle_of(iteration)
         first = iteration * self.train_batch_size
         chosen = []
         orders: dict[int, list[int]] = {}
@@ -213,6 +211,21 @@ class RolloutDataModule(pl.LightningDataModule):
                 orders[passes] = torch.randperm(size, generator=generator).tolist()
             chosen.append(orders[passes][place])
         return dataclasses.replace(self._train.select(chosen), positions=list(range(len(chosen))), pool=self._train)
+
+    def _shuffle_of(self, iteration: int) -> int:
+        """Return the iteration whose prompts and mini-batches an iteration has."""
+        trainer: Any = self.trainer  # connectors set attributes that type checkers do not see
+        return 0 if trainer is not None and trainer.overfit_batches > 0 else iteration
+
+    def mini_batches_of(self, iteration: int) -> list[list[int]]:
+        """Return the prompts of each mini-batch of an iteration, epoch after epoch, as positions in :meth:`iteration_prompts`."""
+        return [
+            part
+            for epoch in range(self.ppo_epochs)
+            for part in mini_batch_members(
+                self.train_batch_size, self.mini_batch_size, seed=self.seed, iteration=self._shuffle_of(iteration), epoch=epoch
+            )
+        ]
 
     @override
     def train_dataloader(self) -> "RolloutLoader":
@@ -295,11 +308,7 @@ class RolloutLoader:
         """Yield the mini-batches that the current iteration still owes."""
         data, position = self._data, self._data.position
         iteration, first = position.iteration, position.mini_batch
-        members = [
-            part
-            for epoch in range(data.ppo_epochs)
-            for part in mini_batch_members(data.train_batch_size, data.mini_batch_size, seed=data.seed, iteration=iteration, epoch=epoch)
-        ][: self._limit()]
+        members = data.mini_batches_of(iteration)[: self._limit()]
         if first:
             rank_zero_warn(
                 f"Resuming inside iteration {iteration}: the prompts of its remaining {len(members) - first} mini-batches are rolled out"

@@ -1,0 +1,235 @@
+"""Prompts: where they come from, what becomes of them, what reward functions get."""
+
+import builtins
+import json
+import subprocess
+import sys
+
+import jsonargparse
+import pytest
+import transformers
+from helpers import ToyTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.data.chat import encode_reply
+from lightning_rlbatch.data.prompt_reading import read_prompts, read_rows
+from lightning_rlbatch.data.prompts import contiguous_share
+from lightning_rlbatch.functional.sizes import share_sizes
+
+ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "c", "answer": 2}, {"prompt": "abc", "answer": 3}]
+TEMPLATE = (
+    "{% for t in tools or [] %}tool {{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% if not loop.last or m.role != 'assistant' %}<end> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WORDS = ["<pad>", "<end>", "<user>", "<assistant>", "<tool>", "tool", ".", "add", "hello", "there", "well", "fine", "?"]
+
+
+def some_rows():
+    return ROWS
+
+
+def chat_tokenizer(template=TEMPLATE):
+    """A transformers tokenizer of one token per word."""
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", unk_token="?")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def read(source, tokenizer=None, **options):
+    defaults = {"name": "train_prompts", "rollouts_per_prompt": 2, "max_prompt_length": 20, "max_response_length": 5, "seed": 0}
+    return read_prompts(source, tokenizer or ToyTokenizer(), **defaults | options)
+
+
+def words(ids):
+    return " ".join(WORDS[index] for index in ids)
+
+
+# -- sources ---------------------------------------------------------------------------------------------------------------------------
+
+
+def write_jsonl(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_every_kind_of_source_gives_the_same_rows(tmp_path):
+    file = write_jsonl(tmp_path / "rows.jsonl")
+    sources = [file, some_rows, ROWS, tuple(ROWS), f"{__name__}.some_rows", lambda: iter(ROWS), lambda: file]
+    sys.modules.setdefault(__name__, sys.modules[some_rows.__module__])
+    for source in sources:
+        assert read_rows(source, "train_prompts") == ROWS, source
+    assert read_rows([file, file], "train_prompts") == ROWS + ROWS
+
+
+def test_parquet_files_and_datasets_hold_columns_of_any_shape(tmp_path):
+    """In a process of its own: a parent with Arrow's threads should not fork ranks."""
+    rows = [
+        {"prompt": [{"role": "user", "content": "hello"}], "reward_model": {"ground_truth": "7"}, "tags": ["x", "y"]},
+        {"prompt": [{"role": "system", "content": "."}, {"role": "user", "content": "there"}], "reward_model": None, "tags": []},
+    ]
+    program = (
+        "import json, sys, datasets, pyarrow, pyarrow.parquet\n"
+        "from lightning_rlbatch.data.prompt_reading import read_rows\n"
+        "path, rows = sys.argv[1], json.loads(sys.argv[2])\n"
+        "pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)\n"
+        "assert read_rows(path, 'train_prompts') == rows, read_rows(path, 'train_prompts')\n"
+        "assert read_rows(datasets.Dataset.from_list(rows), 'train_prompts') == rows\n"
+        "assert read_rows(lambda: datasets.Dataset.from_list(rows).to_iterable_dataset(), 'train_prompts') == rows\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "rows.parquet"), json.dumps(rows)], check=True, timeout=60)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "rows.parquet").write_bytes(b"")
+    real = builtins.__import__
+
+    def without_pyarrow(name, *args, **kwargs):
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_pyarrow)
+    with pytest.raises(ImportError, match=r"train_prompts: reading .*rows.parquet needs pyarrow: pip install pyarrow"):
+        read_rows(str(tmp_path / "rows.parquet"), "train_prompts")
+
+
+def test_lines_may_hold_characters_that_python_takes_for_line_ends(tmp_path):
+    rows = [{"prompt": "one\u2028two\x85three"}]
+    assert read_rows(write_jsonl(tmp_path / "rows.jsonl", rows), "train_prompts") == rows
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (lambda: [], ValueError, "val_prompts has no rows"),
+        (lambda: [{"question": "a"}], ValueError, "val_prompts: row 0 must be an object with a 'prompt' but is \"{'question': 'a'}\""),
+        ("no/such/file.jsonl", ValueError, "neither an existing file nor the import path of a function"),
+        (["no/such/file.jsonl"], ValueError, "no such file: 'no/such/file.jsonl'"),
+        ({"train": ROWS, "test": ROWS}, TypeError, "several splits, 'train', 'test'. Pass one of them"),
+        (7, TypeError, "must be a file, a function or rows, but is of type int"),
+    ],
+)
+def test_unusable_sources_are_refused_with_their_option(source, error, message):
+    with pytest.raises(error, match="val_prompts") as raised:
+        read_rows(source, "val_prompts")
+    assert message in str(raised.value)
+
+
+def test_broken_line_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(ValueError, match=r"train_prompts: line 2 of .*rows.jsonl is not JSON"):
+        read_rows(str(tmp_path / "rows.jsonl"), "train_prompts")
+
+
+def test_configuration_files_take_paths_lists_of_paths_rows_and_functions():
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(RolloutDataModule, "data")
+    common = ["--data.tokenizer=helpers.ToyTokenizer", "--data.train_batch_size=1", "--data.mini_batch_size=1", "--data.micro_batch_size=1"]
+    for value, expected in [("a.jsonl", "a.jsonl"), ('["a.jsonl", "b.parquet"]', ["a.jsonl", "b.parquet"]), (json.dumps(ROWS), ROWS)]:
+        assert parser.parse_args([*common, f"--data.train_prompts={value}"]).data.train_prompts == expected
+
+
+# -- encoding --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_are_empty_or_too_long_are_left_out_and_counted():
+    rows = [{"prompt": text} for text in ("abc", "", "ab", "abcd", "a")]
+    with pytest.warns(UserWarning, match="2 of 5 rows of train_prompts are left out: empty, or more than max_prompt_length=3 tokens"):
+        batch = read(rows, max_prompt_length=3)
+    assert batch.prompts == ["abc", "ab", "a"]
+    with (
+        pytest.warns(UserWarning, match="2 of 2"),
+        pytest.raises(ValueError, match="No row of train_prompts is left within max_prompt_length=1"),
+    ):
+        read(rows[:2], max_prompt_length=1)
+
+
+def test_messages_go_through_the_chat_template():
+    rows = [
+        {"prompt": [{"role": "user", "content": "hello"}], "answer": 1},
+        {"prompt": "well", "answer": 2},
+        {"prompt": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}], "answer": 3},
+        {"prompt": [{"role": "user", "content": "."}], "tools": [{"type": "function", "function": {"name": "add"}}]},
+    ]
+    batch = read(rows, chat_tokenizer())
+    assert [words(ids) for ids in batch.prompt_ids] == [
+        "<user> hello <end> <assistant>",
+        "well",
+        "<user> hello <end> <assistant> well",  # the policy goes on with the assistant's words
+        "tool add <user> . <end> <assistant>",
+    ]
+    assert batch.conversation(0) == rows[0]["prompt"]
+    assert batch.conversation(1) is None
+    assert batch.columns[2] == {"answer": 3}
+
+
+def test_texts_have_no_conversations_and_batches_carry_theirs_along():
+    assert read(ROWS).conversations is None
+    rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS[7:12]]
+    pool = read(rows, chat_tokenizer())
+    batch = pool.select([3, 1])
+    assert [batch.conversation(index)[0]["content"] for index in range(2)] == ["well", "hello"]
+    batch.pool = pool
+    other = batch.replaced([0], stream=3, attempt=1)
+    assert other.conversation(1) == batch.conversation(1)
+    assert other.prompts[0].split()[1] == other.conversation(0)[0]["content"]
+    assert other.positions == batch.positions
+
+
+@pytest.mark.parametrize("prompt", [7, [], [{"content": "no role"}], None])
+def test_prompt_that_is_neither_text_nor_messages_is_refused_with_its_row(prompt):
+    with pytest.raises(ValueError, match="train_prompts: row 1: a prompt must be text, or a list of messages"):
+        read([{"prompt": "a"}, {"prompt": prompt}])
+
+
+def test_messages_need_a_tokenizer_with_a_template():
+    with pytest.raises(TypeError, match="need a tokenizer with apply_chat_template, but ToyTokenizer has none"):
+        read([{"prompt": [{"role": "user", "content": "a"}]}])
+
+
+def test_reply_holds_what_lies_between_the_turns_and_nothing_twice():
+    tokenizer = chat_tokenizer()
+    reply = encode_reply(tokenizer, {"role": "tool", "content": "fine"})
+    assert words(reply) == "<tool> fine <end> <assistant>"  # the end of the policy's own turn was sampled
+    whole = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}, {"role": "tool", "content": "fine"}]
+    prompt = read([{"prompt": whole[:1]}], tokenizer).prompt_ids[0]
+    sampled = tokenizer.encode("there <end>", add_special_tokens=False)
+    assert prompt + sampled + reply == read([{"prompt": whole}], tokenizer).prompt_ids[0]
+
+
+def test_template_that_forgets_earlier_turns_is_refused():
+    forgetful = chat_tokenizer("<user> {{ messages[-1].content }} <end> <assistant>")
+    with pytest.raises(ValueError, match="leaves out the assistant's turn"):
+        encode_reply(forgetful, {"role": "user", "content": "fine"})
+
+
+# -- shares ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_items", "num_parts"), [(0, 3), (1, 4), (7, 4), (8, 4), (206, 4), (5, 1)])
+def test_shares_are_contiguous_and_as_large_as_the_sizes_of_an_iteration_say(num_items, num_parts):
+    shares = [contiguous_share(num_items, num_parts, part) for part in range(num_parts)]
+    assert [index for share in shares for index in share] == list(range(num_items))
+    assert [len(share) for share in shares] == share_sizes(num_items, num_parts)
+
+
+# -- the data module -------------------------------------------------------------------------------------------------------------------
+
+
+def test_data_module_reads_train_and_validation_files(tmp_path):
+    train, val = write_jsonl(tmp_path / "train.jsonl"), write_jsonl(tmp_path / "val.jsonl", ROWS[:2])
+    data = RolloutDataModule(
+        [train, train], ToyTokenizer(), val_prompts=val, val_batch_size=1, val_rollouts_per_prompt=3,
+        train_batch_size=4, mini_batch_size=2, micro_batch_size=1, max_prompt_length=4, max_response_length=4,
+    )  # fmt: skip
+    data.setup("fit")
+    first, second = data.iteration_prompts(0), data.iteration_prompts(1)
+    assert sorted(first.prompts + second.prompts[:2]) == sorted(2 * ["ab", "c", "abc"])  # a pass holds every row once
+    assert {(prompt, row["answer"]) for prompt, row in zip(first.prompts, first.columns)} <= {("ab", 1), ("c", 2), ("abc", 3)}
+    batches = list(data.val_dataloader())
+    assert [batch.prompts for batch in batches] == [["ab"], ["c"]]
+    assert [batch.num_samples for batch in batches] == [3, 3]
