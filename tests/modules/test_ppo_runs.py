@@ -188,16 +188,22 @@ def test_iteration_without_any_verdict_is_a_run_of_skipped_steps():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options", "precision"),
-    [(1, {}, "32-true"), (2, {}, "32-true"), (2, {"remove_padding": False}, "32-true"), (2, {}, "bf16-mixed")],
+    ("world_size", "strategy", "options", "precision"),
+    [
+        (1, "auto", {}, "32-true"),
+        (2, "rlbatch_fsdp", {}, "32-true"),
+        (2, "rlbatch_fsdp", {"remove_padding": False}, "32-true"),
+        (2, "rlbatch_fsdp", {}, "bf16-mixed"),
+        (1, "auto", {}, "bf16-mixed"),  # autocast, which rollouts have to enter by themselves
+    ],
 )
-def test_first_ratio_is_one_and_nothing_is_clipped_although_the_config_has_dropout(world_size, options, precision):
+def test_first_ratio_is_one_and_nothing_is_clipped_although_the_config_has_dropout(world_size, strategy, options, precision):
     def fn(rank, size):
         module = PPOModule(lambda: tiny_llama(dropout=0.3), [varied_reward], kl_coefficient=0.1, optimizer=sgd, **options)
         data = data_module(log_prob_max_tokens_per_rank=40, mini_batch_size=6)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            run = fit(module, data, size, max_epochs=1, precision=precision)
+            run = fit(module, data, size, strategy, max_epochs=1, precision=precision)
         return run.metrics[0], [str(warning.message) for warning in caught]
 
     for rank, (metrics, said) in enumerate(run_distributed(fn, world_size, init_process_group=False)):

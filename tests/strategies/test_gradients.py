@@ -156,22 +156,25 @@ def test_models_in_containers_are_sharded_one_by_one():
         assert gradients == {"heads.a.weight": 1.0, "heads.list.0.weight": 1.0}
 
 
+class StartsAtItsRank(ConstantLossModule):
+    def build_models(self):
+        self.model = torch.nn.Linear(1, 4, bias=False)
+        with torch.no_grad():
+            self.model.weight.fill_(self.meshes.rank + 1)
+
+    def micro_batch_step(self, micro_batch, denominators):
+        terms = self.model(micro_batch["constant"][:, None]).sum(-1)
+        return MicroBatchOutput(aggregate(terms, self.score_mask(micro_batch), micro_batch.cu_seqlens, "token-mean", denominators))
+
+
 def test_ranks_that_initialise_differently_train_rank_zeros_weights():
     def fn(rank, world_size):
-        module = ConstantLossModule()
-        built = module.build_models
-
-        def build():
-            built()
-            with torch.no_grad():
-                module.model.weight.fill_(1.0 + rank)
-
-        module.build_models = build
+        module = StartsAtItsRank()
         data = HandMadeDataModule(constant_batch(), [Step(BatchingOptions(micro_batch_size=1))])
         make_trainer(world_size, max_steps=1).fit(module, datamodule=data)
-        return float(whole(module.model.weight))
+        return whole(module.model.weight).flatten().tolist()
 
-    assert run_distributed(fn, 2, init_process_group=False) == [1.0, 1.0]
+    assert run_distributed(fn, 2, init_process_group=False) == [[1.0] * 4] * 2
 
 
 class UsesAnotherParameterOnEachRank(ConstantLossModule):
