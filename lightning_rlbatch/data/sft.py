@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions
@@ -57,6 +57,10 @@ class MiniBatchLoader(DataLoader[MiniBatch]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Ignore the empty state."""
+
+
+class InOrderSampler(TokenBudgetSampler, SequentialSampler):  # type: ignore[misc]  # yields plans, where a SequentialSampler yields int
+    """The same mini-batches in every epoch; its second base tells ``Trainer(overfit_batches=...)`` that nothing is shuffled."""
 
 
 class SFTDataModule(pl.LightningDataModule):
@@ -127,7 +131,7 @@ class SFTDataModule(pl.LightningDataModule):
         _, lengths, num_tokens = self._loaded[name]
         assert self.trainer is not None
         meshes, options = meshes_of(self.trainer), self.options
-        return TokenBudgetSampler(
+        return (TokenBudgetSampler if shuffle else InOrderSampler)(
             lengths,
             mini_batch_size=self.mini_batch_size,
             max_tokens_per_rank=options.max_tokens_per_rank,

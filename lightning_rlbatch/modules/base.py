@@ -1,6 +1,7 @@
 """Manual optimization of one planned mini-batch per training step."""
 
 import dataclasses
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from lightning_rlbatch.distributed.mesh import Meshes, single_process_meshes
 from lightning_rlbatch.distributed.reductions import all_reduce_sums, gradient_scale
 from lightning_rlbatch.functional.aggregation import Denominators
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.modules.hyperparameters import hyperparameters
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
 from lightning_rlbatch.strategies.access import averages_over, check_collectives, meshes_of
 from lightning_rlbatch.strategies.stopping import StopAgreement
@@ -78,6 +80,7 @@ class RLBatchModule(pl.LightningModule):
         super().__init__()
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"Expected max_grad_norm to be positive but got {max_grad_norm}. Pass None to switch clipping off.")
+        self.save_hyperparameters(hyperparameters(self, inspect.currentframe()))
         self.automatic_optimization = False
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler

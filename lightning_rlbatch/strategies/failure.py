@@ -46,9 +46,9 @@ class FailureReport:
         self.grace = grace
         self.collectives_are_lost = False
         # Holds the store alive too: rank 0 serves it to the others when its own groups are gone.
-        self._base = distributed_c10d._get_default_store()
+        self._base: Any = distributed_c10d._get_default_store()
         self._token = f"rlbatch/{token}"
-        self._store = _prefixed(self._base, self._token)
+        self._store = distributed_c10d.PrefixStore(self._token, self._base)
         self._note: str | None = None
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="rlbatch-failure-watch")
@@ -59,8 +59,7 @@ class FailureReport:
         self._ended.set()
 
     def _watch(self) -> None:
-        clone: Callable[[], dist.Store] = self._base.clone  # type: ignore[attr-defined]  # torch's stub lacks it
-        store = _prefixed(clone(), self._token)  # a call of the main thread that waits would block this one
+        store = distributed_c10d.PrefixStore(self._token, self._base.clone())  # else a waiting call of the main thread blocks this one
         try:
             while not self._ended.wait(1.0):
                 if store.check([_NOTE]):
@@ -117,7 +116,7 @@ class FailureReport:
         ranks = range(self.world_size)
         if self._wait(lambda: self._store.check([_NOTE]) or all(self._store.check([f"{_SURVIVOR}/{rank}"]) for rank in ranks)):
             if self._store.check([_NOTE]):
-                return self._store.get(_NOTE).decode()
+                return str(self._store.get(_NOTE), errors="replace")
             return (
                 "The ranks lost each other though none of them failed: they ran different collectives, or waited longer than `timeout`."
                 " RLBatchFSDPStrategy(check_collectives=True) names the first difference."
@@ -138,10 +137,6 @@ class FailureReport:
                 return False
             time.sleep(0.05)
         return True
-
-
-def _prefixed(store: dist.Store, prefix: str) -> dist.Store:
-    return distributed_c10d.PrefixStore(prefix, store)
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -28,6 +28,7 @@ from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.distributed.mesh import Meshes, build_meshes, check_world
 from lightning_rlbatch.strategies.atomic import AtomicCheckpointIO
 from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
+from lightning_rlbatch.strategies.compatibility import check_lightning_module, mixed_up_packages
 from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.launch import ProcessLauncher, ScriptLauncher
 from lightning_rlbatch.strategies.precision import fsdp_precision, mixed_precision_policy
@@ -125,6 +126,10 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         self._meshes: Meshes | None = None
         self.collective_check: CollectiveCheck | None = None
 
+    def __repr__(self) -> str:
+        sizes = f"sequence_parallel_size={self.sequence_parallel_size}, data_parallel_replicate_size={self.data_parallel_replicate_size}"
+        return f"{type(self).__name__}({sizes}){mixed_up_packages()}"
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -149,6 +154,11 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = fsdp_precision(precision_plugin)
+
+    @override
+    def connect(self, model: "pl.LightningModule") -> None:
+        check_lightning_module(model)
+        super().connect(model)
 
     @override
     def _configure_launcher(self) -> None:

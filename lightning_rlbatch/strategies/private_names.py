@@ -20,6 +20,14 @@ PRIVATE_NAMES: dict[str, str] = {
     # -- Lightning: modules, callbacks -------------------------------------------------------------------------------------------
     "lightning.pytorch.LightningModule._trainer": "tells a module without a Trainer; the public property raises",
     "lightning.pytorch.LightningModule._device_mesh": "its public property `device_mesh` reads it, and strategies set it",
+    "lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates": "the metrics to compare by and to fill names with",
+    "lightning.pytorch.callbacks.ModelCheckpoint._should_skip_saving_checkpoint": "sanity check, fast_dev_run, saved already",
+    "lightning.pytorch.callbacks.ModelCheckpoint._should_save_on_train_epoch_end": "before or after validation",
+    "lightning.pytorch.callbacks.ModelCheckpoint._save_topk_checkpoint": "there is no public way to save and rank",
+    "lightning.pytorch.callbacks.ModelCheckpoint._save_last_checkpoint": "there is no public way to save the last",
+    "lightning.pytorch.callbacks.ModelCheckpoint._remove_checkpoint": "removes before the link has moved",
+    "lightning.pytorch.callbacks.ModelCheckpoint._link_checkpoint": "leaves a moment without a link",
+    "lightning.pytorch.core.mixins.hparams_mixin._given_hyperparameters": "the configuration that LightningCLI made the module from",
     "lightning.pytorch.callbacks.throughput_monitor._plugin_to_compute_dtype": "dtype of the arithmetic, for the share of peak FLOP/s",
     # -- torch --------------------------------------------------------------------------------------------------------------------
     "torch.nn.modules.dropout._DropoutNd": "the base class of all dropout layers",

@@ -1,0 +1,33 @@
+"""Say plainly that `lightning.pytorch` and `pytorch_lightning` are two packages."""
+
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+
+def mixed_up_packages() -> str:
+    """Return a hint for error messages if ``pytorch_lightning`` has been imported beside ``lightning.pytorch``, else nothing.
+
+    ``pytorch_lightning.Trainer`` refuses our strategy before any of our code runs; its message holds the strategy's ``repr``.
+    """
+    if "pytorch_lightning" not in sys.modules:
+        return ""
+    return " [a strategy of lightning.pytorch: import Trainer, callbacks and modules from lightning.pytorch, not pytorch_lightning]"
+
+
+def check_lightning_module(module: Any) -> None:
+    """Refuse a module of the other package.
+
+    Args:
+        module: What the Trainer is about to run.
+
+    Raises:
+        MisconfigurationException: Says what to use in its place.
+    """
+    if not isinstance(module, pl.LightningModule):
+        raise MisconfigurationException(
+            f"{type(module).__name__} is no lightning.pytorch.LightningModule.{mixed_up_packages()} Import everything from"
+            " lightning.pytorch."
+        )

@@ -1,0 +1,233 @@
+"""One optimizer step is one global step, one iteration is one epoch, and Lightning's options count in these units."""
+
+import csv
+import sys
+import types
+import warnings
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_rlbatch.callbacks.checkpoint import RLBatchModelCheckpoint
+from lightning_rlbatch.strategies import RLBatchFSDPStrategy
+from lightning_rlbatch.testing import run_distributed
+from tests.helpers import RecordingLogger, make_trainer
+from tests.strategies.runs import Journal, decay, ppo, prompt_rows, rollouts, sft, sft_data
+
+
+def on_ranks(fn, world_size=2):
+    """Run on forked ranks: the Trainer joins the process group itself."""
+    return run_distributed(fn, world_size, init_process_group=False)
+
+
+def fit(size, module=None, data=None, **options):
+    trainer = make_trainer(size, **{"max_epochs": 3, "num_sanity_val_steps": 0, **options})
+    trainer.fit(module or ppo(), datamodule=data or rollouts())
+    return trainer
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_max_steps_ends_after_exactly_that_many_optimizer_steps():
+    def main(rank, size):
+        journal = Journal()
+        trainer = fit(size, max_epochs=-1, max_steps=3, callbacks=[journal])
+        return trainer.global_step, [step for step, _ in journal.steps], len(journal.collections)
+
+    assert on_ranks(main) == [(3, [1, 2, 3], 2)] * 2  # two steps per iteration: the second iteration is cut
+
+
+def test_checkpoints_by_steps_and_by_iterations_of_the_stock_callback(tmp_path):
+    def main(rank, size):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+            by_steps = ModelCheckpoint(str(tmp_path / "steps"), "{step}", every_n_train_steps=3, save_top_k=-1)
+            by_epochs = ModelCheckpoint(str(tmp_path / "epochs"), "{epoch}-{step}", every_n_epochs=2, save_top_k=-1)
+            fit(size, max_epochs=4, callbacks=[by_steps, by_epochs], enable_checkpointing=True)
+
+    on_ranks(main)
+    assert names(tmp_path / "steps") == ["step=3.ckpt", "step=6.ckpt"]
+    assert names(tmp_path / "epochs") == ["epoch=1-step=4.ckpt", "epoch=3-step=8.ckpt"]
+
+
+def test_own_checkpoint_waits_for_the_end_of_the_iteration_and_saves_by_time(tmp_path):
+    def main(rank, size):
+        savers = [
+            RLBatchModelCheckpoint(str(tmp_path / "after"), "{step}", every_n_train_steps=3, save_top_k=-1),
+            RLBatchModelCheckpoint(str(tmp_path / "inside"), "{step}", every_n_train_steps=3, save_top_k=-1, inside_iteration=True),
+            RLBatchModelCheckpoint(str(tmp_path / "time"), "{step}", train_time_interval=timedelta(0), save_top_k=-1),
+            RLBatchModelCheckpoint(str(tmp_path / "rare"), "{step}", train_time_interval=timedelta(hours=1), save_top_k=-1),
+            RLBatchModelCheckpoint(str(tmp_path / "link"), "{step}", every_n_epochs=1, save_last="link"),
+        ]
+        fit(size, max_epochs=4, callbacks=savers, enable_checkpointing=True)
+
+    on_ranks(main)
+    assert names(tmp_path / "after") == ["step=4.ckpt", "step=6.ckpt"]  # due at 3 and 6
+    assert names(tmp_path / "inside") == ["step=3.ckpt", "step=6.ckpt"]
+    assert names(tmp_path / "time") == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt", "step=8.ckpt"]
+    assert not (tmp_path / "rare").exists()
+    assert names(tmp_path / "link") == ["last.ckpt", "step=8.ckpt"]
+    assert torch.load(tmp_path / "link" / "last.ckpt", weights_only=True)["global_step"] == 8
+
+
+def test_best_checkpoint_by_a_validation_metric_is_the_same_on_all_ranks(tmp_path):
+    def main(rank, size):
+        saver = RLBatchModelCheckpoint(str(tmp_path), "{step}", monitor="val/length/mean", mode="max", save_top_k=2, every_n_train_steps=2)
+        fit(size, data=rollouts(val_prompts=prompt_rows), limit_val_batches=1.0, callbacks=[saver], enable_checkpointing=True)
+        return saver.best_model_path, float(saver.best_model_score)
+
+    first, second = on_ranks(main)
+    assert first == second
+    assert len(names(tmp_path)) == 2
+
+
+def test_learning_rate_advances_once_per_step_and_the_monitor_logs_it():
+    def main(rank, size):
+        logger, journal = RecordingLogger(), Journal()
+        trainer = fit(size, logger=logger, callbacks=[journal, LearningRateMonitor("step")])
+        key = "lr-AdamW/policy" if any("lr-AdamW/policy" in row for row in logger.rows) else "lr-AdamW"
+        return trainer.global_step, [lr for _, lr in journal.steps], [row[key] for row in logger.rows if key in row]
+
+    step, rates, monitored = on_ranks(main)[0]
+    assert step == 6
+    assert rates == pytest.approx([1e-2 * 0.9**count for count in range(1, 7)])
+    assert monitored[:2] == pytest.approx([1e-2, 0.9e-2])
+
+
+def test_early_stopping_by_a_validation_metric_stops_all_ranks():
+    def main(rank, size):
+        stopper = EarlyStopping("val/length/mean", mode="max", patience=1, min_delta=1e9)
+        trainer = fit(size, data=rollouts(val_prompts=prompt_rows), limit_val_batches=1.0, callbacks=[stopper], max_epochs=9)
+        return trainer.global_step, trainer.current_epoch
+
+    assert on_ranks(main) == [(4, 2)] * 2
+
+
+class CountsValidations(Journal):
+    def on_validation_end(self, trainer, pl_module):
+        self.steps.append(("validation", trainer.global_step))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"check_val_every_n_epoch": 2}, [4]),
+        ({"val_check_interval": 0.5}, [1, 2, 3, 4, 5, 6]),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [4]),
+    ],
+)
+def test_validation_runs_when_lightning_says(options, expected):
+    def main(rank, size):
+        counter = CountsValidations()
+        fit(size, data=rollouts(val_prompts=prompt_rows), limit_val_batches=1.0, callbacks=[counter], **options)
+        return [step for what, step in counter.steps if what == "validation"]
+
+    assert on_ranks(main) == [expected] * 2
+
+
+def test_fast_dev_run_takes_one_step_and_validates_once():
+    def main(rank, size):
+        counter = CountsValidations()
+        trainer = fit(size, data=rollouts(val_prompts=prompt_rows), fast_dev_run=True, callbacks=[counter])
+        return trainer.global_step, [step for what, step in counter.steps if what == "validation"]
+
+    assert on_ranks(main) == [(1, [1])] * 2
+
+
+def test_limit_that_cuts_iterations_warns_and_rolls_out_only_what_is_trained_on():
+    def main(rank, size):
+        journal = Journal()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = fit(size, limit_train_batches=1, callbacks=[journal])
+        said = [str(warning.message) for warning in caught if "limit_train_batches" in str(warning.message)]
+        return trainer.global_step, [(iteration, len(prompts)) for iteration, prompts, _ in journal.collections], said
+
+    results = on_ranks(main)
+    for step, collections, _ in results:
+        assert step == 3
+        assert collections == [(0, 2), (1, 2), (2, 2)]  # one mini-batch of two prompts each
+    assert len(results[0][2]) == 1
+    assert "1 of the 2 mini-batches" in results[0][2][0]
+
+
+def test_overfit_batches_gives_the_same_prompts_and_samples_every_epoch():
+    def main(rank, size):
+        journal = Journal()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*limit_train_batches or overfit_batches")
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+            fit(size, overfit_batches=1, limit_val_batches=0, callbacks=[journal])
+            seen = []
+
+            class Watch(Journal):
+                def on_train_batch_start(self, trainer, module, batch, index):
+                    seen.append(sorted(ids for micro in batch.micro_batches for ids in micro["input_ids"].tolist()))
+
+            fit(size, sft(), sft_data(), overfit_batches=1, limit_val_batches=0, callbacks=[Watch()])
+        return [prompts for _, prompts, _ in journal.collections], seen
+
+    for prompts, samples in on_ranks(main):
+        assert prompts[0] == prompts[1] == prompts[2]
+        assert samples[0] == samples[1] == samples[2]
+
+
+def test_number_of_steps_is_known_when_optimizers_are_made():
+    def main(rank, size):
+        module = ppo()
+        seen = []
+
+        def scheduler(optimizer):
+            seen.append(module.trainer.estimated_stepping_batches)
+            return decay(optimizer)
+
+        module.lr_scheduler_factory = scheduler
+        trainer = fit(size, module, max_epochs=3)
+        return seen, trainer.global_step
+
+    assert on_ranks(main) == [([6], 6)] * 2
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars_run(bar, capfd):
+    on_ranks(lambda rank, size: fit(size, max_epochs=1, callbacks=[bar()], enable_progress_bar=True).global_step)
+
+
+def test_csv_logger_gets_one_row_per_step(tmp_path):
+    def main(rank, size):
+        fit(size, max_epochs=2, logger=CSVLogger(tmp_path, "csv", ""))
+
+    on_ranks(main)
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("train/loss")]
+    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3]
+    assert all(row["train/lr"] for row in rows)
+
+
+@pytest.mark.parametrize(("option", "advice"), [("gradient_clip_val", "max_grad_norm"), ("accumulate_grad_batches", "mini_batch_size")])
+def test_options_that_manual_optimization_lacks_are_refused_with_ours(option, advice):
+    def main(rank, size):
+        with pytest.raises(MisconfigurationException, match=advice):
+            fit(size, **{option: 2})
+
+    on_ranks(main, 1)
+
+
+def test_mixing_the_two_lightning_packages_is_explained():
+    strategy = RLBatchFSDPStrategy()
+    assert "pytorch_lightning" not in repr(strategy)
+    other = types.ModuleType("pytorch_lightning")
+    with mock.patch.dict(sys.modules, {"pytorch_lightning": other}):
+        assert "import Trainer, callbacks and modules from lightning.pytorch" in repr(strategy)
+        with pytest.raises(MisconfigurationException, match="Import everything from"):
+            strategy.connect(torch.nn.Linear(1, 1))
+    assert LightningModule.__module__.startswith("lightning.")
+    assert Trainer.__module__.startswith("lightning.")

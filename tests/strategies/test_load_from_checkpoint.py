@@ -1,0 +1,83 @@
+"""A checkpoint alone is enough to have the module again."""
+
+import functools
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from lightning_rlbatch.functional import GAE, PPOClip
+from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.modules import PPOModule, SFTModule
+from lightning_rlbatch.testing import run_distributed
+from tests.helpers import length_reward, make_samples, tiny_llama
+from tests.strategies.runs import rollouts, run, sft, sft_data
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+def trained(tmp_path, make, make_data=rollouts):
+    path = str(tmp_path / "trained.ckpt")
+    states = run_distributed(lambda rank, size: run(make(), make_data(), size, max_epochs=1, save_to=path), 2, init_process_group=False)
+    return path, states[0]["parameters"]
+
+
+def load(kind, path, **arguments):
+    with warnings.catch_warnings():
+        # Lightning hands the description to jsonargparse in a form that this one has deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return kind.load_from_checkpoint(path, map_location="cpu", **arguments)
+
+
+def same_parameters(module, expected):
+    own = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[name], value) for name, value in expected.items())
+
+
+def test_module_made_in_python_is_made_again_with_its_own_arguments(tmp_path):
+    def make():
+        return PPOModule(
+            tiny_llama,
+            [length_reward],
+            critic="shared",
+            advantage=GAE(lam=0.9),
+            policy_loss=PPOClip(clip_low=0.1, clip_high=0.3),
+            entropy_coefficient=0.01,
+            optimizer=ADAMW,
+        )
+
+    path, expected = trained(tmp_path, make)
+    module = load(PPOModule, path)
+    same_parameters(module, expected)
+    assert module.reward_functions == [length_reward]
+    assert module.advantage == GAE(lam=0.9)
+    assert module.policy_loss == PPOClip(clip_low=0.1, clip_high=0.3)
+    assert module.entropy_coefficient == 0.01
+    scores = module.policy(make_samples([(2, 3), (1, 4)]))
+    assert scores.log_probs.isfinite().all()
+    optimizer = module.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_what_has_no_import_path_is_passed_again(tmp_path):
+    path, expected = trained(tmp_path, lambda: sft(policy=lambda: tiny_llama()), sft_data)
+    with pytest.raises(Exception, match="policy"):
+        load(SFTModule, path)
+    same_parameters(load(SFTModule, path, policy=lambda: tiny_llama(3)), expected)
+
+
+def test_fresh_process_without_the_command_line_loads_it(tmp_path):
+    path, expected = trained(tmp_path, lambda: PPOModule(tiny_llama, [length_reward], optimizer=ADAMW))
+    code = (
+        "import sys, torch; from lightning_rlbatch import PPOModule; module = PPOModule.load_from_checkpoint(sys.argv[1]);"
+        "torch.save({name: value.detach() for name, value in module.named_parameters()}, sys.argv[2])"
+    )
+    output = tmp_path / "parameters.pt"
+    subprocess.run([sys.executable, "-c", code, path, str(output)], check=True, timeout=120)
+    loaded = torch.load(output)
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    assert isinstance(PackedBatch, type)
