@@ -10,11 +10,14 @@ from itertools import chain
 
 import numpy as np
 
+from lightning_rlbatch.functional.bounds import step_workload_bound
 from lightning_rlbatch.functional.exchange import Exchange, level, settle
 from lightning_rlbatch.functional.partition_starts import to_matrix
 from lightning_rlbatch.functional.workload import IntArray
 
 ROW_TOLERANCE = 1e-4
+FEW_UNITS = 64  # up to here a plan is so coarse, and so cheap, that several starts pay
+RESTARTS = 6
 
 Bucket = list[int]
 
@@ -78,7 +81,26 @@ def plan_rows(
         found += _fillings(tokens, work, dp_size, budget, k + multiple, overhead)
     cost, rows = min(found, key=lambda f: f[0])
     better = refine_rows(rows, tokens, work, budget)
-    return better if _cost(better, work, overhead) < cost else rows
+    rows = better if _cost(better, work, overhead) < cost else rows
+    return _restart(rows, tokens, work, budget) if len(tokens) <= FEW_UNITS else rows
+
+
+def _restart(rows: list[list[Bucket]], tokens: IntArray, work: IntArray, budget: int) -> list[list[Bucket]]:
+    """Leave a local optimum of a small instance: fill anew in orders that differ a little (fixed seed), refine, keep the best."""
+    generator = np.random.default_rng(0)
+    dp_size, num_rows, cost = len(rows[0]), len(rows), _cost(rows, work, 0)
+    bound = step_workload_bound(np.minimum(tokens, budget), work, dp_size, budget)
+    for _ in range(RESTARTS):
+        if cost <= bound * (1 + 10 * ROW_TOLERANCE):
+            break
+        blurred = work * generator.integers(768, 1281, len(work)) // 1024
+        fillings = fill_buckets(tokens, blurred, num_rows * dp_size, budget), fill_rows(tokens, blurred, dp_size, budget, num_rows)
+        for buckets in fillings:
+            if buckets is None:
+                continue
+            other = refine_rows(group_rows(buckets, bucket_loads(buckets, work), dp_size), tokens, work, budget)
+            rows, cost = min(((rows, cost), (other, _cost(other, work, 0))), key=lambda found: found[1])
+    return rows
 
 
 def _cost(rows: list[list[Bucket]], work: IntArray, overhead: int) -> int:

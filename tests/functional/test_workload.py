@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlbatch.functional.workload import attention_workload, fit_workload_coefficient, to_int64, workload_coefficient
+from lightning_rlbatch.functional.workload import (
+    attention_workload,
+    fit_workload_coefficient,
+    to_int64,
+    workload_array,
+    workload_coefficient,
+)
 
 CASES = json.loads((Path(__file__).parent.parent / "data" / "algorithm_values.json").read_text())["cases"]
 
@@ -67,7 +73,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"one dimension.*\(1, 2\)"):
         to_int64([[1, 2]])
     with pytest.raises(ValueError, match="does not fit 62 bits"):
-        attention_workload([2**32])
+        workload_array(np.array([2**32]))
     with pytest.raises(ValueError, match="`attention_width` must be at least 1 but got 0"):
         workload_coefficient(params_per_layer=1, attention_width=0)
     with pytest.raises(ValueError, match="`quadratic_layers` must be between 1 and num_layers=2 but got 3"):
