@@ -140,7 +140,7 @@ def draw_grid(axes: Axes, lengths: list[int], colours: Sequence[tuple[float, ...
         axes.text(2.6 * step + 0.5, -0.17 * 2560, f"micro-step {step}", ha="center", va="top", fontsize=9)
     axes.axhline(2560, color=RED, linestyle="--", linewidth=1.2)
     axes.text(places[-1] + 0.45, 2560, "max_tokens_per_rank: 2560", color=RED, fontsize=8.5, ha="right", va="bottom")
-    axes.set_title(f"3. each rank's share, 4. its micro-batches: {plan.num_micro_steps} micro-steps", fontsize=10.5, loc="left")
+    axes.set_title(f"3. + 4. ranks and micro-batches: {plan.num_micro_steps} micro-steps", fontsize=10.5, loc="left")
     axes.set_xticks(places, names, fontsize=8)
     axes.set_ylim(0, 3000)
     axes.set_ylabel("tokens")
