@@ -125,12 +125,13 @@ class TransformersEngine:
             target = targets.get(name)
             if target is None:
                 problems.append(f"{name} is unknown")
-                continue
-            missing.pop(id(target), None)
-            if target.shape != tensor.shape:
-                problems.append(f"{name} has shape {tuple(tensor.shape)} but the engine's has {tuple(target.shape)}")
-                continue
-            target.copy_(tensor)
+            else:
+                missing.pop(id(target), None)
+                if target.shape == tensor.shape:
+                    target.copy_(tensor)
+                else:
+                    problems.append(f"{name} has shape {tuple(tensor.shape)} but the engine's has {tuple(target.shape)}")
+            del tensor  # else it would live on while the next one is gathered
         problems += [f"{name} is missing" for name in missing.values()]
         if problems:
             raise ValueError(

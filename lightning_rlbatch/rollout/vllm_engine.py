@@ -168,6 +168,7 @@ class VLLMEngine:
         knows_loaded = True
         for name, tensor in weights:
             result = self.llm.apply_model(_Load(name, tensor))[0]
+            del tensor  # else it would live on while the next one is gathered
             if isinstance(result, str):
                 problems.append(result)
             elif result is None:  # some models do not say what they loaded
