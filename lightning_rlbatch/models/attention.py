@@ -18,14 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_rlbatch.distributed.ulysses import ulysses_attention
 from lightning_rlbatch.models.attention_backends import Backend, select_attention
 from lightning_rlbatch.models.packed_inputs import LENGTHS, PackedLengths
-from lightning_rlbatch.models.probe import check_heads, check_model, decoder_of, probe_packed_attention
+from lightning_rlbatch.models.probe import check_heads, check_model, decoder_of, has_whole_weights, probe_packed_attention
 from lightning_rlbatch.models.registration import NAME, RECORD, register
 
 
@@ -196,7 +195,7 @@ def attach_packed_attention(
     handle = PackedAttention(model, sp_group, backend)
     with ExitStack() as undo:
         undo.callback(handle.detach)
-        if probe and not any(weight.is_meta or isinstance(weight, DTensor) for weight in model.parameters()):
+        if probe and has_whole_weights(model):
             probe_packed_attention(model, sp_group)
             handle.num_forwards = 0
         undo.pop_all()

@@ -1,8 +1,12 @@
-"""Find out whether packed attention can run a transformers model exactly, from its class, its config and a few tokens."""
+"""Find out whether a transformers model can be run packed, and scored, exactly: from its class, its config and a few tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_rlbatch.distributed.heads import HeadPlan
@@ -72,26 +76,77 @@ def probe_packed_attention(model: PreTrainedModel, sp_group: dist.ProcessGroup |
     Raises:
         RuntimeError: The hidden states differ, or a layer did not run packed attention.
     """
-    ids = (torch.arange(5) * 7919 + 11) % int(model.config.vocab_size)
-    batch = PackedBatch([0, 3, 5], {"input_ids": ids}).to(model.device)
-    training = {module: module.training for module in model.modules()}
-    model.train(False)
-    try:
-        packed = _hidden_states(model, sp_group, batch)
-        alone = torch.cat([_hidden_states(model, sp_group, batch.select([index])) for index in range(2)])
-    except (RuntimeError, ValueError) as error:
-        raise RuntimeError(f"{type(model).__name__} failed the probe of packed attention: {error}") from error
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-    tolerance = 1e-4 if packed.dtype in (torch.float32, torch.float64) else 5e-2
-    error_size = float((packed - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
+    batch = PackedBatch([0, 3, 5], {"input_ids": _probe_ids(model, 5)})
+    with evaluating(model):
+        try:
+            packed = _hidden_states(model, sp_group, batch)
+            alone = torch.cat([_hidden_states(model, sp_group, batch.select([index])) for index in range(2)])
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(f"{type(model).__name__} failed the probe of packed attention: {error}") from error
+    error_size, tolerance = _relative_error(packed, alone)
     if not error_size <= tolerance:
         raise RuntimeError(
             f"{type(model).__name__} failed the probe of packed attention: two samples packed differ from the same samples alone by "
             f"{error_size:.1e} (relative to the largest hidden state; at most {tolerance:.0e} is rounding). It mixes samples or numbers "
             "positions on its own. Use padded batches (remove_padding: false) for this model."
         )
+
+
+@torch.no_grad()
+def probe_lm_head(model: PreTrainedModel, head: nn.Linear, logit_scale: float, softcap: float | None) -> None:
+    """Raise unless the logits of three tokens are what the LM head's weight makes of the last hidden states.
+
+    This finds families whose logits are scaled or capped by an option that `logit_adjustments` does not know, and heads with layers of
+    their own before the last matrix.
+
+    Args:
+        model: The model with its own attention.
+        head: Its output embeddings.
+        logit_scale: Factor on the head's output.
+        softcap: Bound of soft-capped logits.
+
+    Raises:
+        RuntimeError: The logits differ.
+    """
+    inputs = {"input_ids": _probe_ids(model, 3).unsqueeze(0), "use_cache": False}
+    with evaluating(model):
+        expected: Tensor = model(**inputs).logits
+        found = head(model.base_model(**inputs)[0]) * logit_scale
+    found = found if softcap is None else softcap * torch.tanh(found / softcap)
+    error_size, tolerance = _relative_error(found, expected)
+    if not error_size <= tolerance:
+        raise RuntimeError(
+            f"{type(model).__name__} cannot be scored from its LM head: logits computed from the last hidden state with "
+            f"logit_scale={logit_scale:g} and softcap={softcap} differ from the model's own by {error_size:.1e} (relative to the largest; "
+            f"at most {tolerance:.0e} is rounding). Its head does more than multiply by a weight. Use a model of another family."
+        )
+
+
+def has_whole_weights(model: nn.Module) -> bool:
+    """Return False if a weight is on the meta device or sharded by FSDP, so that the model cannot simply be run."""
+    return not any(weight.is_meta or isinstance(weight, DTensor) for weight in model.parameters())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and every module's mode back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.train(False)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _probe_ids(model: PreTrainedModel, num_tokens: int) -> Tensor:
+    return (torch.arange(num_tokens, device=model.device) * 7919 + 11) % int(model.config.get_text_config().vocab_size)
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Return the largest difference relative to the largest expected value, and how much of it may be rounding."""
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)), tolerance
 
 
 def _hidden_states(model: PreTrainedModel, sp_group: dist.ProcessGroup | None, batch: PackedBatch) -> Tensor:

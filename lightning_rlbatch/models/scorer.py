@@ -9,6 +9,7 @@ Alignment: the result at index t describes token t and is computed from the hidd
 Labels are shifted from tokens to sources on the whole batch, before anything is sharded; the last token of a sample is no source.
 """
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +23,7 @@ from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.attention import PackedAttention, attach_packed_attention
 from lightning_rlbatch.models.attention_backends import Backend
 from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
+from lightning_rlbatch.models.probe import has_whole_weights, probe_lm_head
 from lightning_rlbatch.models.scoring import token_log_probs
 
 
@@ -74,14 +76,15 @@ class TokenScorer(nn.Module):
         sp_group: Ranks that share each sample (Ulysses); all of them pass the same batch and get the same result. None: this
             process alone.
         attention_backend: Kernel of the packed attention, see `select_attention`.
-        probe: False skips the three tiny forwards that check packed attention on this model; they need real, unsharded weights.
+        probe: False skips the five tiny forwards that check packed attention and the LM head of this model; they need real, unsharded
+            weights.
 
     Attributes:
         attention: The `PackedAttention` of the model, None without ``remove_padding``.
 
     Raises:
         ValueError: Sequence parallelism together with padding, or a model that packed attention cannot run exactly.
-        RuntimeError: The model is attached already, or failed the probe.
+        RuntimeError: The model is attached already, or failed the probe; its logits are not a multiple of its LM head's output.
 
     Example:
         >>> scorer = TokenScorer(AutoModelForCausalLM.from_pretrained(name), value_head=True)  # doctest: +SKIP
@@ -114,6 +117,20 @@ class TokenScorer(nn.Module):
         self.attention: PackedAttention | None = None
         if remove_padding:
             self.attention = attach_packed_attention(model, sp_group=sp_group, backend=attention_backend, probe=probe)
+        if probe:
+            self._probe_lm_head()
+
+    def _probe_lm_head(self) -> None:
+        head = self.lm_head
+        if head is None or type(head).forward is not nn.Linear.forward or not has_whole_weights(self.model):
+            return
+        try:
+            with self.attention.paused() if self.attention is not None else nullcontext():
+                probe_lm_head(self.model, cast(nn.Linear, head), self.logit_scale, self.softcap)
+        except RuntimeError:
+            if self.attention is not None:
+                self.attention.detach()
+            raise
 
     @property
     def backbone(self) -> nn.Module:

@@ -7,8 +7,7 @@ scored, whatever the batch's ``response_mask`` says, because mistakes sit where 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from lightning_rlbatch.distributed.mesh import Meshes, build_meshes
 from lightning_rlbatch.distributed.reductions import gradient_scale
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.attention_backends import Backend
-from lightning_rlbatch.models.probe import check_heads
+from lightning_rlbatch.models.probe import check_heads, evaluating
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.testing.distributed import run_distributed
 
@@ -155,11 +154,11 @@ def compare_layouts(
         [0, *torch.tensor(batch.seq_lens).cumsum(0).tolist()],
         {"input_ids": batch["input_ids"], "response_mask": batch.position_ids > 0, "weight": weight},
     )
-    with _evaluating(model):
+    with evaluating(model):
         expected = _plain(model, batch, temperature)
         batch = batch.with_fields(per_token={"log_probs": expected.log_probs, "entropy": expected.entropy})
         rows = [
-            _row("padded", *_score(TokenScorer(model, remove_padding=False), batch, temperature), batch, expected),
+            _row("padded", *_score(TokenScorer(model, remove_padding=False, probe=False), batch, temperature), batch, expected),
             _packed_row(model, batch, temperature, backend, expected),
         ]
         if world_size > 1:
@@ -204,18 +203,6 @@ def _check_can_fork(model: PreTrainedModel, world_size: int) -> None:
             f"Cannot fork {world_size} ranks: {reason}. Run the check under torchrun on all ranks and pass meshes=build_meshes(...), "
             "or move the model to the CPU and call it before any process group exists."
         )
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Switch dropout off, and every module's mode back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.train(False)
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
@@ -264,7 +251,7 @@ def _row(layout: str, log_probs: Tensor, entropy: Tensor, gradients: dict[str, T
 
 
 def _packed_row(model: PreTrainedModel, batch: PackedBatch, temperature: float, backend: Backend, expected: _Result) -> ParityRow:
-    scorer = TokenScorer(model, attention_backend=backend)
+    scorer = TokenScorer(model, attention_backend=backend, probe=False)  # the table says more than the probe
     assert scorer.attention is not None
     with scorer.attention:
         return _row("packed", *_score(scorer, batch, temperature), batch, expected)
@@ -276,7 +263,7 @@ def _parallel_row(
     """Score this rank's share of the samples; the row is the same on all ranks."""
     mine = range(meshes.dp_rank, batch.num_samples, meshes.dp_size)
     share = batch.select(mine) if mine else PackedBatch.filler(batch.schema, max(2, meshes.sp_size), batch.device)
-    scorer = TokenScorer(model, sp_group=meshes.sp_group, attention_backend=backend)
+    scorer = TokenScorer(model, sp_group=meshes.sp_group, attention_backend=backend, probe=False)
     assert scorer.attention is not None
     with scorer.attention:
         log_probs, entropy, gradients = _score(scorer, share, temperature, gradient_scale(meshes, "fsdp"))

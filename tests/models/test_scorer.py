@@ -213,6 +213,20 @@ def test_a_head_that_does_more_than_multiply_by_its_weight_is_refused() -> None:
         TokenScorer(model)(make_batch())
 
 
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_logits_that_the_head_alone_does_not_give_are_found_before_any_training(remove_padding: bool) -> None:
+    sizes = SIZES | {"is_decoder": True}  # a dense layer and a norm stand between its last state and the last matrix
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**sizes))
+    with pytest.raises(RuntimeError, match=r"BertLMHeadModel cannot be scored from its LM head.*logit_scale=1"):
+        TokenScorer(model, remove_padding=remove_padding)
+    scaled = tiny("Cohere", logit_scale=0.3)
+    scaled.config.logit_scale = 0.6  # as if the family's factor were unknown: the model keeps its own copy
+    with pytest.raises(RuntimeError, match=r"logit_scale=0\.6.*differ from the model's own by 1\.0e\+00"):
+        TokenScorer(scaled, remove_padding=remove_padding)
+    scaled.config.logit_scale = 0.3
+    TokenScorer(scaled, remove_padding=remove_padding)  # nothing was left attached
+
+
 def test_values_are_single_precision_under_a_half_precision_head() -> None:
     head = ValueHead(4, dtype=torch.bfloat16)
     nn.init.normal_(head.weight)

@@ -191,3 +191,9 @@ def test_a_difference_raises_with_the_table(monkeypatch: pytest.MonkeyPatch) -> 
     no_document_mask(monkeypatch)
     with pytest.raises(AssertionError, match=r"(?s)LlamaForCausalLM does not.*packed .*DIFFERS"):
         assert_parity(tiny())
+
+
+def test_a_model_whose_head_is_more_than_a_matrix_is_found_out() -> None:
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES, is_decoder=True))
+    with pytest.raises(AssertionError, match=r"(?s)BertLMHeadModel does not.*padded .*DIFFERS"):
+        assert_parity(model)
