@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
