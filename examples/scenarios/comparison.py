@@ -11,6 +11,8 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,14 @@ class Outcome:
         losses: Loss of each step.
         plans: How each mini-batch was cut.
         seconds: CPU seconds of this rank in the steps; communication that waits is not in it.
+        saved_bytes: Most bytes that this rank kept for a backward: activations, and the weights they were made with.
     """
 
     gradients: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     plans: list[BatchPlan] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
+    saved_bytes: int = 0
 
     @property
     def real_tokens(self) -> int:
@@ -87,22 +91,56 @@ class Outcome:
         return sum(plan.efficiency() for plan in self.plans) / len(self.plans)
 
 
+class SavedForBackward:
+    """Measures what autograd keeps between forward and backward, on any device: each storage counts once, while something holds it."""
+
+    def __init__(self) -> None:
+        self.peak = 0  # bytes
+        self._holders: Counter[int] = Counter()
+        self._bytes: dict[int, int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held[0])
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, object]:
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr()
+        self._holders[place] += 1
+        self._bytes[place] = storage.nbytes()
+        self.peak = max(self.peak, sum(self._bytes.values()))
+        held = _Held()
+        weakref.finalize(held, self._release, place)
+        return tensor, held
+
+    def _release(self, place: int) -> None:
+        self._holders[place] -= 1
+        if self._holders[place] == 0:
+            del self._bytes[place]
+
+
+class _Held:
+    """Lives as long as autograd needs what was packed with it."""
+
+
 class Watch(Callback):
     """Fills an :class:`Outcome`; every rank takes part, since gradients are sharded."""
 
     def __init__(self) -> None:
         self.outcome = Outcome()
         self._began = 0.0
+        self._saved = SavedForBackward()
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: MiniBatch, batch_idx: int) -> None:
         assert batch.plan is not None
         self.outcome.plans.append(batch.plan)
+        self._saved = SavedForBackward()
+        self._saved.hooks.__enter__()
         self._began = time.process_time()
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
         self.outcome.seconds += time.process_time() - self._began
+        self._saved.hooks.__exit__(None, None, None)
+        self.outcome.saved_bytes = max(self.outcome.saved_bytes, self._saved.peak)
         gradients = {name: parameter.grad for name, parameter in pl_module.named_parameters() if parameter.grad is not None}
         whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
         self.outcome.gradients.append({name: grad.detach().clone() for name, grad in whole.items()})
@@ -160,7 +198,7 @@ def main() -> None:
     title = f"{len(reference.plans)} optimizer steps on the same {reference.real_tokens:,} tokens, 2 ranks"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     table.add_column("scenario", no_wrap=True)
-    for column in ("tokens", "largest", "micro-steps", "busy", "CPU s", "gradient"):
+    for column in ("tokens", "largest", "steps", "busy", "CPU s", "saved", "gradient"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, outcome in outcomes.items():
         differences = [relative_difference(*pair) for pair in zip(outcome.gradients, reference.gradients)]
@@ -171,11 +209,13 @@ def main() -> None:
             f"{outcome.micro_steps}",
             f"{100 * outcome.efficiency:.0f}%",
             f"{outcome.seconds:.2f}",
+            f"{outcome.saved_bytes / 1e6:.1f} MB",
             f"{max(differences):.0e}" if name != "plain" else "-",
         )
     get_console().print(table)
     get_console().print(
-        "tokens: computed, padding included. largest: tokens of a rank's largest micro-batch. busy: share of the steps in which the average"
-        " rank works, by the planner's estimate. CPU s: of one rank. gradient: distance to plain's over its norm.",
+        "tokens: computed, padding included. largest: tokens of a rank's largest micro-batch. steps: micro-steps. busy: share of the steps in which the average"
+        " rank works, by the planner's estimate. CPU s: of one rank. saved: most that a rank kept for a backward."
+        " gradient: distance to plain's over its norm.",
         style="dim",
     )

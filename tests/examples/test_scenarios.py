@@ -74,6 +74,10 @@ def test_sequence_parallel_ranks_share_samples_that_none_of_them_could_hold(outc
     assert outcome.largest <= 48 < longest
 
 
+def test_what_a_rank_keeps_for_the_backward_follows_its_largest_micro_batch(outcomes):
+    assert 2 * outcomes["sequence_parallel"].saved_bytes < outcomes["recommended"].saved_bytes < outcomes["plain"].saved_bytes
+
+
 def test_the_comparison_prints_a_row_for_each_scenario(outcomes, monkeypatch, capsys):
     monkeypatch.setattr(comparison, "run_distributed", lambda *args, **kwargs: [outcomes])
     comparison.main()
