@@ -129,7 +129,8 @@ REFERENCE = LAYOUTS[0]
 
 
 KINDS = {"ppo": PPO_CASES, "sft": SFT_CASES, "shared trunk": {"ppo": PPO_CASES["ppo"]}}
-FEW_CUTS = ("small budget", "1 sample", "not balanced", "critic of its own budget")  # for layouts that are slow on two cores
+FEW_CUTS = ("small budget", "1 sample", "not balanced", "critic of its own budget")
+EVERY_CUT = (Layout(1, "auto"), Layout(1, "auto", remove_padding=False), Layout(2), Layout(4))  # the others are slow on two cores
 
 
 def plan_of_steps(layout, kind, samples):
@@ -137,7 +138,7 @@ def plan_of_steps(layout, kind, samples):
     cases = KINDS[kind]
     first = next(iter(cases))
     cuts = [cut for cut, options in CUTS.items() if kind == "ppo" or not options.cuts_critic]
-    if layout.world_size == 4 and (layout.sp > 1 or layout.replicas > 1):
+    if layout not in EVERY_CUT:
         cuts = [cut for cut in cuts if cut in FEW_CUTS]
     steps = {f"{first}, {cut}": Step(layout.options(CUTS[cut]), cases[first]) for cut in cuts}
     smallest = layout.options(CUTS["small budget"])

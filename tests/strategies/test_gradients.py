@@ -18,7 +18,7 @@ from helpers import (
     whole_parameters,
     with_policy_log_probs,
 )
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_rlbatch.data import BatchingOptions
 from lightning_rlbatch.distributed.mesh import build_meshes
@@ -27,7 +27,6 @@ from lightning_rlbatch.functional.aggregation import aggregate
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules import MicroBatchOutput, PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy, fsdp, sharding
-from lightning_rlbatch.strategies.sharding import shard
 from lightning_rlbatch.testing import run_distributed
 
 CLIP = 0.01
@@ -56,9 +55,14 @@ def clipped_step(world_size, strategy):
     return recorder.gradients[0], recorder.metrics[0], {name: before[name] - after[name] for name in after}
 
 
+@pytest.fixture(scope="module")
+def one_process():
+    return run_distributed(lambda rank, size: clipped_step(size, "auto"), 1, init_process_group=False)[0]
+
+
 @pytest.mark.parametrize(("world_size", "sp_size", "replicas"), [(2, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2)])
-def test_gradient_norm_and_clipped_step_of_tied_and_one_row_weights_are_those_of_one_process(world_size, sp_size, replicas):
-    (expected,) = run_distributed(lambda rank, size: clipped_step(size, "auto"), 1, init_process_group=False)
+def test_gradient_norm_and_clipped_step_of_tied_and_one_row_weights_are_those_of_one_process(world_size, sp_size, replicas, one_process):
+    expected = one_process
     # One weight serves as embedding and LM head.
     assert not any("lm_head" in name for name in expected[0])
     results = run_distributed(
@@ -87,11 +91,10 @@ def mixed_gradients(rank, world_size):
     """Each rank uses another one of two equal parameters; summed over 64 outputs and averaged over ranks each gradient is 64 in all."""
     sums = {}
     for name in ("plain FSDP2", "ours"):
-        model, meshes = TwoPaths(), build_meshes("cpu")
+        model = TwoPaths()
+        fully_shard(model, mesh=build_meshes("cpu").fsdp)
         if name == "ours":
-            shard(model, meshes.fsdp, policy=MixedPrecisionPolicy())
-        else:
-            fully_shard(model, mesh=meshes.fsdp)
+            sharding.reduce_unused_parameters(model)
         (2 * model(torch.ones(1, 1), rank == 0).sum()).backward()
         local = [parameter.grad for parameter in (model.left.weight, model.right.weight)]
         sums[name] = [None if grad is None else float(grad.to_local().sum()) for grad in local]
@@ -185,6 +188,20 @@ class UsesAnotherParameterOnEachRank(ConstantLossModule):
         terms = self.model(micro_batch["constant"][:, None], self.meshes.rank == 0).sum(-1)
         mask = self.score_mask(micro_batch)
         return MicroBatchOutput(aggregate(terms, mask, micro_batch.cu_seqlens, "token-mean", denominators))
+
+
+def test_ranks_that_use_different_parameters_train_each_with_its_own_gradient():
+    two = PackedBatch.concat([constant_batch(), constant_batch()])
+
+    def fn(rank, world_size):
+        recorder = StepRecorder()
+        data = HandMadeDataModule(two, [Step(BatchingOptions(micro_batch_size=1))])
+        make_trainer(world_size, max_steps=1, callbacks=[recorder]).fit(UsesAnotherParameterOnEachRank(), datamodule=data)
+        return {name: gradient.flatten().tolist() for name, gradient in recorder.gradients[0].items()}
+
+    # Mean over two tokens, one on each rank; each token goes through one of the weights.
+    expected = {"model.left.weight": [0.5] * 64, "model.right.weight": [0.5] * 64}
+    assert run_distributed(fn, 2, init_process_group=False) == [expected] * 2
 
 
 def test_torch_that_cannot_reduce_unused_parameters_raises_on_every_rank_by_name(monkeypatch):
