@@ -198,7 +198,7 @@ def main() -> None:
     title = f"{len(reference.plans)} optimizer steps on the same {reference.real_tokens:,} tokens, 2 ranks"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     table.add_column("scenario", no_wrap=True)
-    for column in ("tokens", "largest", "steps", "busy", "CPU s", "saved", "gradient"):
+    for column in ("tokens", "largest", "steps", "busy", "CPU s", "saved", "grad"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, outcome in outcomes.items():
         differences = [relative_difference(*pair) for pair in zip(outcome.gradients, reference.gradients)]
@@ -214,8 +214,8 @@ def main() -> None:
         )
     get_console().print(table)
     get_console().print(
-        "tokens: computed, padding included. largest: tokens of a rank's largest micro-batch. steps: micro-steps. busy: share of the steps in which the average"
-        " rank works, by the planner's estimate. CPU s: of one rank. saved: most that a rank kept for a backward."
-        " gradient: distance to plain's over its norm.",
+        "tokens: computed, padding included. largest: tokens of a rank's largest micro-batch. steps: micro-steps. busy: share of the time in"
+        " which the average rank works, by the planner's estimate. CPU s: of one rank. saved: most that a rank kept for a backward."
+        " grad: distance to plain's gradient over its norm.",
         style="dim",
     )
