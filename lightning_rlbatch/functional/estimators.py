@@ -161,11 +161,14 @@ class GAE(AdvantageEstimator):
     Args:
         gamma: discount per response token.
         lam: 1: returns minus values; 0: one-step errors.
+        critic_lam: the same for the targets of the critic, if they differ (decoupled GAE: Yuan et al., "What's Behind PPO's Collapse in
+            Long-CoT? Value Optimization Holds the Secret", 2025); None: ``lam``.
         whiten: scale to mean 0 and variance 1 over the response tokens of all ranks; returns are not touched.
     """
 
     gamma: float = 1.0
     lam: float = 1.0
+    critic_lam: float | None = None
     whiten: bool = True
     needs_values: ClassVar[bool] = True
 
@@ -174,6 +177,8 @@ class GAE(AdvantageEstimator):
         assert inputs.values is not None
         arguments = (inputs.rewards_per_token, inputs.values, inputs.response_mask, inputs.cu_seqlens)
         advantages, returns = gae(*arguments, self.gamma, self.lam)
+        if self.critic_lam is not None:
+            _, returns = gae(*arguments, self.gamma, self.critic_lam)
         return Advantages(advantages, returns, ~inputs.rewards.isnan())
 
 

@@ -366,3 +366,15 @@ def test_an_estimator_says_which_input_it_misses():
     with pytest.raises(ValueError, match=r"GDPO .* no place for token_rewards"):
         GDPO()(*arguments, component_rewards=torch.zeros(2, 2), token_rewards=torch.zeros(8))
     assert issubclass(GDPO, AdvantageEstimator)
+
+
+def test_the_critic_may_have_a_lambda_of_its_own() -> None:
+    generator = torch.Generator().manual_seed(5)
+    rewards, values = torch.tensor([1.0, 0.0]), torch.rand(9, generator=generator)
+    mask = torch.tensor([False, True, True, True, True, False, True, True, True])
+    arguments = (rewards, torch.tensor([0, 1]), mask, torch.tensor([0, 5, 9]))
+    both = GAE(gamma=0.9, lam=1.0, critic_lam=0.5, whiten=False)(*arguments, values=values)
+    policy, critic = (GAE(gamma=0.9, lam=lam, whiten=False)(*arguments, values=values) for lam in (1.0, 0.5))
+    assert torch.equal(both.advantages, policy.advantages)
+    assert torch.equal(both.returns, critic.returns)
+    assert not torch.allclose(both.returns, policy.returns)
