@@ -214,7 +214,7 @@ def main() -> None:
         )
     get_console().print(table)
     get_console().print(
-        "tokens: computed, padding included. largest: tokens of a rank's largest micro-batch. steps: micro-steps. busy: share of the time in"
+        "tokens: computed, padding included. largest: tokens of a rank's largest micro-batch. steps: micro-steps. busy: share of time in"
         " which the average rank works, by the planner's estimate. CPU s: of one rank. saved: most that a rank kept for a backward."
         " grad: distance to plain's gradient over its norm.",
         style="dim",
