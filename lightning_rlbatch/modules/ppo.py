@@ -292,7 +292,8 @@ class PPOModule(PPOUpdate):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        return [] if self.record_rollouts is None else [RolloutRecorder(self.record_rollouts)]
+        recorder = [] if self.record_rollouts is None else [RolloutRecorder(self.record_rollouts)]
+        return [*super().configure_callbacks(), *recorder]
 
     def scoring_passes(self) -> dict[str, Callable[[PackedBatch], Tensor]]:
         """Return the forward-only passes over fresh rollouts: name of the per-token field and what computes it."""
