@@ -135,6 +135,14 @@ class RLBatchModule(pl.LightningModule):
         """Groups and sizes of this run, whatever the strategy; this process alone without a Trainer (``load_from_checkpoint``)."""
         return single_process_meshes() if self._trainer is None else meshes_of(self.trainer)
 
+    @property
+    def gets_weights_from_rank_zero(self) -> bool:
+        """Whether a model made here needs no weights, because the strategy copies rank 0's, a block at a time.
+
+        The ranks of rank 0's sequence-parallel group all have them: they check the model together.
+        """
+        return self._trainer is not None and averages_over(self.trainer) == "fsdp" and self.meshes.dp_rank > 0
+
     @override
     def configure_model(self) -> None:
         if not self._built:

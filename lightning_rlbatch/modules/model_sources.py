@@ -7,7 +7,7 @@ from typing import TypeAlias, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlbatch.data.sources import import_callable
 
@@ -15,12 +15,14 @@ ModelSource: TypeAlias = str | Callable[[], PreTrainedModel]
 """A function without arguments that makes the model, its import path, or the folder or hub name of a pretrained model."""
 
 
-def load_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_model(source: ModelSource, dtype: torch.dtype = torch.float32, *, without_weights: bool = False) -> PreTrainedModel:
     """Make a model.
 
     Args:
         source: See ``ModelSource``.
         dtype: Dtype of the trained (master) weights of a pretrained model.
+        without_weights: True makes a pretrained model on the meta device, for a strategy that brings the weights from rank 0; models
+            made by a function are whole all the same.
 
     Returns:
         A model in training mode whose configuration nobody else shares.
@@ -30,7 +32,7 @@ def load_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> PreTr
     """
     maker = import_callable(source) if isinstance(source, str) and not Path(source).exists() else source
     if isinstance(source, str) and (maker is None or maker is source):
-        model: object = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model: object = _without_weights(source, dtype) if without_weights else AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     else:
         model = cast(Callable[[], PreTrainedModel], maker)()
     if not isinstance(model, PreTrainedModel):
@@ -38,6 +40,17 @@ def load_model(source: ModelSource, dtype: torch.dtype = torch.float32) -> PreTr
     model.config = copy.deepcopy(model.config)  # two models made from one config object would switch attention together
     model.train()
     return model
+
+
+def _without_weights(source: str, dtype: torch.dtype) -> object:
+    config = AutoConfig.from_pretrained(source)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]  # transformers has no type for it
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Return whether a model has no weights yet."""
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def disable_dropout(model: nn.Module) -> list[str]:

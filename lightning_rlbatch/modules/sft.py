@@ -19,7 +19,7 @@ from lightning_rlbatch.modules.base import (
     default_optimizer,
     ratios,
 )
-from lightning_rlbatch.modules.model_sources import ModelSource, load_model
+from lightning_rlbatch.modules.model_sources import ModelSource, is_on_meta, load_model
 
 
 class SFTModule(RLBatchModule):
@@ -59,7 +59,9 @@ class SFTModule(RLBatchModule):
 
     @override
     def build_models(self) -> None:
-        self.policy = TokenScorer(load_model(self.policy_source), remove_padding=self.remove_padding, sp_group=self.meshes.sp_group)
+        # Rank 0 reads a pretrained model, and the strategy hands every rank its shards.
+        model = load_model(self.policy_source, without_weights=self.gets_weights_from_rank_zero)
+        self.policy = TokenScorer(model, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group, probe=not is_on_meta(model))
 
     @override
     def micro_batch_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:

@@ -1,5 +1,6 @@
 """A Lightning strategy: FSDP2 over a data-parallel x sequence-parallel mesh."""
 
+import dataclasses
 import functools
 import uuid
 from collections.abc import Callable, Generator, Iterable
@@ -20,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -31,9 +33,10 @@ from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
 from lightning_rlbatch.strategies.compatibility import check_lightning_module, mixed_up_packages
 from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.launch import ProcessLauncher, ScriptLauncher
-from lightning_rlbatch.strategies.precision import fsdp_precision, mixed_precision_policy
+from lightning_rlbatch.strategies.materialize import Materializer
+from lightning_rlbatch.strategies.precision import convert_parameters, fsdp_precision, mixed_precision_policy
 from lightning_rlbatch.strategies.sharding import (
-    broadcast_parameters,
+    ShardingOptions,
     reduces_unused_parameters,
     require_same_gradients,
     require_sharded,
@@ -58,6 +61,11 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         wrap_cls: Class names of the blocks to shard one by one. None finds them.
         reshard_after_forward: Free gathered block parameters between forward and backward (saves memory, gathers twice).
         cpu_offload: Keep parameters, gradients and optimizer states in host memory.
+        reference_cpu_offload: Keep the shards of frozen models (the reference policy) in host memory.
+        activation_checkpointing: Compute the activations of each block again in the backward pass, to save memory.
+        grad_sync: ``"last"`` reduces gradients once per optimizer step, after the last micro-batch; whole gradients lie on every rank
+            until then. ``"every"`` reduces after each micro-batch: more communication, a shard's memory. The numbers are the same.
+        compile_backend: Backend with which ``torch.compile`` compiles each block, such as ``"inductor"``; None does not compile.
         save_distributed_checkpoint: True writes a folder with one file per rank, False one ordinary file.
         start_method: How to start the ranks on this machine: None runs the script again for each (Lightning's default), ``"fork"``,
             ``"forkserver"`` or ``"spawn"`` start them from this process. No effect under torchrun and SLURM.
@@ -89,6 +97,10 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         wrap_cls: list[str] | None = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
+        reference_cpu_offload: bool = False,
+        activation_checkpointing: bool = False,
+        grad_sync: Literal["every", "last"] = "last",
+        compile_backend: str | None = None,
         save_distributed_checkpoint: bool = False,
         start_method: Literal["fork", "forkserver", "spawn"] | None = None,
         check_collectives: bool = False,
@@ -113,7 +125,13 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         self.data_parallel_replicate_size = data_parallel_replicate_size
         self.wrap_cls = wrap_cls
         self.reshard_after_forward = reshard_after_forward
+        if grad_sync not in ("every", "last"):
+            raise ValueError(f"Expected grad_sync to be 'every' or 'last' but got {grad_sync!r}.")
         self.cpu_offload = cpu_offload
+        self.reference_cpu_offload = reference_cpu_offload
+        self.activation_checkpointing = activation_checkpointing
+        self.grad_sync = grad_sync
+        self.compile_backend = compile_backend
         self.start_method = start_method
         self.check_collectives = check_collectives
         self.load_weights_only = load_weights_only
@@ -199,7 +217,6 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.parallelize(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -221,17 +238,22 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
             raise MisconfigurationException("RLBatchFSDPStrategy shards with FSDP2: remove FullyShardedDataParallel from the module.")
         mesh = self.meshes.fsdp
         assert mesh is not None  # the Trainer has set up the processes
-        roots = [root for root in self._roots(module) if not isinstance(root, FSDPModule)]
-        broadcast_parameters(roots, self.meshes.world_group)
-        for root in roots:
-            shard(
-                root,
-                mesh,
-                policy=mixed_precision_policy(self.precision_plugin),
-                wrap_cls=self.wrap_cls,
-                reshard_after_forward=self.reshard_after_forward,
-                cpu_offload=self.cpu_offload,
-            )
+        options = ShardingOptions(
+            mesh,
+            mixed_precision_policy(self.precision_plugin),
+            wrap_cls=self.wrap_cls,
+            reshard_after_forward=self.reshard_after_forward,
+            cpu_offload=self.cpu_offload,
+            activation_checkpointing=self.activation_checkpointing,
+            compile_backend=self.compile_backend,
+        )
+        frozen = dataclasses.replace(options, cpu_offload=self.cpu_offload or self.reference_cpu_offload)
+        for root in [root for root in self._roots(module) if not isinstance(root, FSDPModule)]:
+            convert_parameters(root, self.precision_plugin)
+            materializer = Materializer(self.root_device, self.meshes.world_group)
+            materializer.require_equal(root)
+            is_trained = any(parameter.requires_grad for parameter in root.parameters())
+            shard(root, options if is_trained else frozen, materializer)
         require_sharded(module)
 
     @staticmethod
@@ -240,6 +262,17 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         unregistered = getattr(module, "unregistered_modules", None)
         if unregistered is not None:
             yield from unregistered()
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        if not self.cpu_offload:
+            super().model_to_device()
+            return
+        for child in self.model.modules():  # shards stay where they are; what is used as it is moves
+            for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
+                if not isinstance(tensor, DTensor):
+                    tensor.data = tensor.data.to(self.root_device)
 
     @override
     def teardown(self) -> None:
@@ -253,13 +286,19 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         """Keep gradients unreduced on each rank; the first backward outside of the context reduces their sum."""
         assert self.model is not None
         roots = [root for root in self._roots(self.model) if isinstance(root, FSDPModule)]
-        for root in roots:
-            root.set_requires_gradient_sync(False)
+
+        def switch(on: bool) -> None:
+            for root in roots:
+                if self.grad_sync == "last":
+                    root.set_requires_gradient_sync(on)
+                elif self.data_parallel_replicate_size > 1:  # each backward leaves a reduced shard; replicas add theirs up at the end
+                    root.set_requires_all_reduce(on)
+
+        switch(False)
         try:
             yield
         finally:
-            for root in roots:
-                root.set_requires_gradient_sync(True)
+            switch(True)
 
     @override
     def optimizer_step(

@@ -6,8 +6,11 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
+
+_TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
 class FSDPMixedPrecision(MixedPrecision):
@@ -42,6 +45,21 @@ def fsdp_precision(plugin: Precision | None) -> Precision | None:
     if isinstance(plugin, MixedPrecision) and not isinstance(plugin, FSDPMixedPrecision):
         return FSDPMixedPrecision("16-mixed" if plugin.precision == "16-mixed" else "bf16-mixed", plugin.device, plugin.scaler)
     return plugin
+
+
+def convert_parameters(module: nn.Module, plugin: Precision) -> None:
+    """Cast the parameters of a model as ``precision="bf16-true"`` and its kin ask for, in place; buffers keep their dtype.
+
+    Lightning casts buffers too: positions computed from rounded rotary frequencies are wrong by more than one token at length 1,000.
+
+    Args:
+        module: A model that is not sharded yet.
+        plugin: The plugin in use; any but a half-precision or double-precision one changes nothing.
+    """
+    dtype = _TRUE_DTYPES.get(str(plugin.precision))
+    if dtype is not None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
 
 
 def mixed_precision_policy(plugin: Precision) -> MixedPrecisionPolicy:

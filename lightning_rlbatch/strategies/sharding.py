@@ -1,7 +1,10 @@
 """Shard the modules of a LightningModule with FSDP2, block by block."""
 
+import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_rlbatch.distributed.reductions import all_reduce_sums, group_size
 
@@ -72,15 +76,30 @@ def _uniform(container: nn.ModuleList) -> list[nn.Module]:
     return elements if len({type(element) for element in elements}) == 1 else []
 
 
-def shard(
-    root: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    policy: MixedPrecisionPolicy,
-    wrap_cls: Sequence[str] | None = None,
-    reshard_after_forward: bool = True,
-    cpu_offload: bool = False,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class ShardingOptions:
+    """How a model is cut.
+
+    Attributes:
+        mesh: One-dimensional (FSDP) or two-dimensional (HSDP: replicate, shard) mesh.
+        policy: Mixed-precision policy.
+        wrap_cls: See :func:`find_blocks`.
+        reshard_after_forward: Free the gathered parameters of blocks between forward and backward.
+        cpu_offload: Keep the shards in host memory.
+        activation_checkpointing: Compute the activations of each block again in the backward pass.
+        compile_backend: Backend with which ``torch.compile`` compiles each block, such as ``"inductor"``; None does not compile.
+    """
+
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    wrap_cls: Sequence[str] | None = None
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+    compile_backend: str | None = None
+
+
+def shard(root: nn.Module, options: ShardingOptions, prepare: Callable[[nn.Module], None]) -> None:
     """Apply ``fully_shard`` to the blocks of a module, then to the module itself, in place.
 
     A module without trainable parameters (a frozen reference) is resharded after every forward at its root too: FSDP2
@@ -88,19 +107,57 @@ def shard(
 
     Args:
         root: Module whose forward is called as a whole.
-        mesh: One-dimensional (FSDP) or two-dimensional (HSDP: replicate, shard) mesh.
-        policy: Mixed-precision policy.
-        wrap_cls: See :func:`find_blocks`.
-        reshard_after_forward: Free the gathered parameters of blocks between forward and backward.
-        cpu_offload: Keep the shards in host memory.
+        options: How to cut.
+        prepare: Called with each part right before it is sharded, to give it its weights.
+
+    Raises:
+        MisconfigurationException: Blocks are wanted one by one, but none was found.
     """
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=options.mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
     frozen = not any(parameter.requires_grad for parameter in root.parameters())
-    for block in find_blocks(root, wrap_cls):
-        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward or frozen)
-    fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True if frozen else None)
+    blocks = find_blocks(root, options.wrap_cls)
+    if not blocks and options.compile_backend:
+        raise MisconfigurationException(f"compile_backend found no blocks in {type(root).__name__}. Name their classes in wrap_cls.")
+    for block in blocks:
+        prepare(block)
+        if options.activation_checkpointing and not frozen:
+            checkpoint_activations(block)
+        if options.compile_backend:
+            block.compile(backend=options.compile_backend)
+        fully_shard(
+            block,
+            mesh=options.mesh,
+            mp_policy=options.policy,
+            offload_policy=offload,
+            reshard_after_forward=options.reshard_after_forward or frozen,
+        )
+    prepare(root)
+    # A root without blocks is checkpointed as a whole: the option must not be without effect.
+    if options.activation_checkpointing and not frozen and not blocks:
+        checkpoint_activations(root)
+    fully_shard(root, mesh=options.mesh, mp_policy=options.policy, offload_policy=offload, reshard_after_forward=True if frozen else None)
     if isinstance(root, FSDPModule):
         reduce_unused_parameters(root)
+
+
+def checkpoint_activations(block: nn.Module) -> None:
+    """Make a module keep its inputs only, and compute its activations again in the backward pass; in place.
+
+    The names of its parameters stay as they are. FSDP2's hooks stay outside: parameters are gathered once for the second
+    computation and the backward pass.
+
+    Args:
+        block: A module whose forward is deterministic, or draws random numbers from torch's generators.
+    """
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    block.forward = recomputed
 
 
 def reduces_unused_parameters() -> bool:
@@ -142,19 +199,6 @@ def require_same_gradients(module: nn.Module, group: dist.ProcessGroup | None) -
             f"{len(partial)} parameters have a gradient on some ranks only, for example {partial[0]!r}, so gradients of different"
             " parameters were mixed. Use torch 2.13 or later, or let every micro-batch, fillers included, use every parameter."
         )
-
-
-def broadcast_parameters(modules: Iterable[nn.Module], group: dist.ProcessGroup | None) -> None:
-    """Copy rank 0's parameters and buffers to every rank, so that shards of different initialisations are never mixed.
-
-    Args:
-        modules: Unsharded modules, in the same order on every rank.
-        group: Process group; None is the default group.
-    """
-    with torch.no_grad():
-        for module in modules:
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.data, src=0, group=group)
 
 
 def require_sharded(module: nn.Module) -> None:

@@ -1,0 +1,81 @@
+"""Give every rank rank 0's weights, a block at a time, wherever they lie before: on the CPU, a GPU or the meta device."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_rlbatch.distributed.reductions import all_gather_ints, gather_strings, stable_hash
+
+
+class Materializer:
+    """Copies weights from rank 0, so that shards of different initialisations are never mixed.
+
+    Ranks other than 0 may hold meta tensors: they get memory for one block, which the caller shards before the next one, so that no
+    rank but 0 ever holds the whole model. Buffers are copied too, those that no checkpoint holds included. Parameters that several
+    modules share stay shared.
+
+    Args:
+        device: Device that computes and communicates.
+        group: All ranks; None for a process that runs alone.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.device = device
+        self.group = group
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old tensor alive, so that its id is not given away
+
+    def require_equal(self, module: nn.Module) -> None:
+        """Refuse ranks that have built different models; collective.
+
+        Args:
+            module: A model that is not sharded yet.
+
+        Raises:
+            RuntimeError: Names or shapes differ; the same error on every rank.
+        """
+        text = "; ".join(
+            f"{name} {tuple(value.shape)} {value.dtype}" for name, value in (*module.named_parameters(), *module.named_buffers())
+        )
+        hashes = all_gather_ints([stable_hash(text)], self.group)
+        other = next((rank for rank, row in enumerate(hashes) if row != hashes[0]), None)
+        if other is None:
+            return
+        texts = [row.split("; ") for row in gather_strings(text, self.group)]
+        first = next(
+            (pair for pair in zip(texts[0], texts[other]) if pair[0] != pair[1]), (f"{len(texts[0])} tensors", f"{len(texts[other])}")
+        )
+        raise RuntimeError(
+            f"Ranks have built different models of class {type(module).__name__}: rank 0 has {first[0]}, rank {other} has {first[1]}."
+            " Every rank must build the same model; seeds may differ, shapes may not."
+        )
+
+    def __call__(self, module: nn.Module) -> None:
+        """Copy what is not sharded yet, in place; collective.
+
+        Args:
+            module: A block, or a root whose blocks are sharded already.
+        """
+        for child in module.modules():
+            for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+                if not isinstance(parameter, DTensor):
+                    self._replace(child, name, parameter)
+            for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
+                self._replace(child, name, buffer)
+
+    def _replace(self, owner: nn.Module, name: str, old: Tensor) -> None:
+        if id(old) not in self._seen:
+            self._seen[id(old)] = (old, self._copied(old))
+        new = self._seen[id(old)][1]
+        if new is not old:
+            setattr(owner, name, new)
+
+    @torch.no_grad()
+    def _copied(self, old: Tensor) -> Tensor:
+        data = torch.empty_like(old, device=self.device) if old.is_meta else old.detach().to(self.device)
+        if self.group is not None:
+            dist.broadcast(data, src=0, group=self.group)
+        if not old.is_meta:
+            old.data = data  # optimizers and ties that were made before keep their parameter
+            return old
+        return nn.Parameter(data, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else data

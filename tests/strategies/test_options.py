@@ -1,0 +1,200 @@
+"""Options of the strategy change memory and speed, not the numbers."""
+
+import datetime
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.modules import SFTModule
+from lightning_rlbatch.strategies import RLBatchFSDPStrategy, fsdp
+from lightning_rlbatch.strategies.materialize import Materializer
+from lightning_rlbatch.testing import run_distributed
+from tests.helpers import make_samples, make_trainer, tiny_llama, whole_parameters
+from tests.strategies.runs import ppo, rollouts, sft, sft_data
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def train(size, module=None, data=None, precision="32-true", **options):
+    trainer = make_trainer(size, RLBatchFSDPStrategy(**options), max_epochs=1, precision=precision)
+    trainer.fit(module or sft(optimizer=momentum), datamodule=data or sft_data(max_tokens_per_rank=14))  # several micro-steps
+    return trainer
+
+
+def trained_parameters(world_size, **options):
+    return run_distributed(
+        lambda rank, size: whole_parameters(train(size, **options).lightning_module), world_size, init_process_group=False
+    )
+
+
+@pytest.fixture(scope="module")
+def baseline():
+    return trained_parameters(2)[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {"grad_sync": "every"}),
+        (2, {"reshard_after_forward": False, "grad_sync": "every"}),
+        (4, {"data_parallel_replicate_size": 2}),
+        (4, {"data_parallel_replicate_size": 2, "grad_sync": "every", "sequence_parallel_size": 2}),
+        (2, {"activation_checkpointing": True, "sequence_parallel_size": 2}),
+        (2, {"cpu_offload": True}),
+        (2, {"wrap_cls": ["LlamaMLP", "LlamaAttention"]}),
+    ],
+    ids=str,
+)
+def test_option_leaves_the_trained_weights_as_they_are(world_size, options, baseline):
+    for parameters in trained_parameters(world_size, **options):
+        for name, value in baseline.items():
+            torch.testing.assert_close(parameters[name], value, rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_activation_checkpointing_computes_blocks_twice_and_keeps_names():
+    def main(rank, size):
+        calls = []
+        module = sft(optimizer=momentum)
+        build = module.build_models
+
+        def counted():
+            build()
+            mlp = module.policy.model.model.layers[0].mlp
+            mlp.register_forward_hook(lambda *args: calls.append(torch.is_grad_enabled()))
+
+        module.build_models = counted
+        trainer = train(size, module, activation_checkpointing=True)
+        names = list(trainer.lightning_module.state_dict())
+        return len(calls), trainer.global_step, names
+
+    forwards, steps, names = run_distributed(main, 1, init_process_group=False)[0]
+    assert forwards >= 2 * steps
+    assert forwards % 2 == 0
+    assert names == [f"policy.model.{name}" for name in tiny_llama().state_dict()]
+
+
+def test_frozen_reference_may_lie_in_host_memory_and_gives_the_same_numbers():
+    def main(rank, size):
+        results = []
+        for offload in (False, True):
+            module = ppo(kl_coefficient=0.1, optimizer=momentum)
+            train(size, module, rollouts(), reference_cpu_offload=offload)
+            results.append(whole_parameters(module))
+        assert all(isinstance(parameter, DTensor) for parameter in module.reference.parameters())
+        return results
+
+    for kept, offloaded in run_distributed(main, 2, init_process_group=False):
+        assert all(torch.equal(kept[name], offloaded[name]) for name in kept)
+
+
+@pytest.mark.parametrize(("precision", "master"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_precision_sets_the_master_weights_and_spares_rotary_frequencies(precision, master):
+    def main(rank, size):
+        module = train(size, sft(optimizer=momentum), precision=precision).lightning_module
+        rotary = module.policy.model.model.rotary_emb.inv_freq
+        exact = torch.equal(rotary.float(), tiny_llama().model.rotary_emb.inv_freq)
+        finite = all(bool(value.isfinite().all()) for value in whole_parameters(module).values())
+        return {parameter.dtype for parameter in module.parameters()}, exact, finite
+
+    assert run_distributed(main, 2, init_process_group=False) == [({master}, True, True)] * 2
+
+
+def test_every_group_has_the_timeout_of_the_strategy():
+    def main(rank, size):
+        strategy = RLBatchFSDPStrategy(sequence_parallel_size=2, timeout=datetime.timedelta(seconds=1))
+        trainer = make_trainer(size, strategy, max_epochs=0)
+        trainer.fit(sft(optimizer=momentum), datamodule=sft_data())
+        if rank > 0:
+            time.sleep(4)  # later than the others can wait
+            return None
+        seconds = []
+        for group in (strategy.meshes.sp_group, strategy.meshes.dp_group, strategy.meshes.world_group):
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"imed out|imeout"):
+                dist.all_reduce(torch.zeros(1), group=group)
+            seconds.append(time.monotonic() - start)
+        return seconds
+
+    assert all(0.5 < seconds < 3 for seconds in run_distributed(main, 4, init_process_group=False, timeout=60)[0])
+
+
+def test_fork_starts_the_ranks_from_a_plain_process_and_brings_the_weights_back():
+    """In a forked child, as pytest's own process must not change its environment."""
+
+    def main(rank, size):
+        for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR"):
+            os.environ.pop(name, None)
+        multiprocessing.current_process()._config["daemon"] = False  # a daemon may not have children
+        module = sft(optimizer=momentum)
+        trainer = make_trainer(2, RLBatchFSDPStrategy(start_method="fork"), max_epochs=1)
+        module.configure_model()  # so that the parent has somewhere to put the weights
+        trainer.fit(module, datamodule=sft_data(max_tokens_per_rank=14))
+        return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    baseline = trained_parameters(2)[0]
+    parameters = run_distributed(main, 1, init_process_group=False)[0]
+    assert all(torch.equal(parameters[name], value) for name, value in baseline.items())
+
+
+# -- starting without the whole model on every rank ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_pretrained_folder_is_read_on_rank_zero_alone_and_sharded_block_by_block(tied, tmp_path):
+    source = tiny_llama(7, tied=tied)
+    source.save_pretrained(tmp_path / "model")
+
+    def main(rank, size):
+        largest = 0
+
+        class Watched(Materializer):
+            def __call__(self, module):
+                nonlocal largest
+                super().__call__(module)
+                held = sum(p.numel() for p in module.parameters() if not isinstance(p, DTensor) and not p.is_meta)
+                largest = max(largest, held)
+
+        fsdp.Materializer = Watched  # in this forked process only
+        module = sft(policy=str(tmp_path / "model"))
+        trainer = make_trainer(size, RLBatchFSDPStrategy(), max_epochs=0)
+        built = []
+        build = module.build_models
+
+        def watched_build():
+            build()
+            built.append(sum(p.numel() for p in module.parameters() if not p.is_meta))
+
+        module.build_models = watched_build
+        trainer.fit(module, datamodule=sft_data())
+        scores = module.policy(make_samples([(2, 3), (1, 4)]))
+        return built[0], largest, whole_parameters(module), scores.log_probs.detach()
+
+    total = sum(p.numel() for p in source.parameters())
+    scorer = TokenScorer(source)
+    expected = scorer(make_samples([(2, 3), (1, 4)])).log_probs.detach()
+    for rank, (built, largest, parameters, log_probs) in enumerate(run_distributed(main, 2, init_process_group=False)):
+        assert built == (total if rank == 0 else 0)
+        assert largest < total / 2
+        torch.testing.assert_close(log_probs, expected)
+        for name, value in source.named_parameters():
+            assert torch.equal(parameters[f"policy.model.{name}"], value)
+
+
+def test_ranks_that_built_different_models_are_told_so():
+    def main(rank, size):
+        with pytest.raises(RuntimeError, match=r"rank 0 has model.lm_head.weight .*, rank 1 has model.model.extra"):
+            train(size, SFTModule(lambda: _with_extra(tiny_llama()) if rank else tiny_llama(), optimizer=momentum))
+
+    def _with_extra(model):
+        model.model.extra = torch.nn.Linear(2, 2)
+        return model
+
+    run_distributed(main, 2, init_process_group=False)
