@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightning_rlbatch.distributed.ulysses import ulysses_attention
 from lightning_rlbatch.models.attention_backends import Backend, select_attention
 from lightning_rlbatch.models.packed_inputs import LENGTHS, PackedLengths
-from lightning_rlbatch.models.probe import check_heads, check_model, decoder_of, has_whole_weights, probe_packed_attention
+from lightning_rlbatch.models.probe import check_heads, check_model, decoder_of, has_whole_weights, probe_packed_attention, rotary_limit
 from lightning_rlbatch.models.registration import NAME, RECORD, register
 
 
@@ -81,6 +81,7 @@ class PackedAttention:
         self.attention = select_attention(backend)
         self.num_layers = int(model.config.get_text_config().num_hidden_layers)
         self.num_forwards = 0
+        self._rotary_limit = rotary_limit(model.config)
         self._model = model
         self._record: ForwardRecord | None = None
         self._configs = _give_own_configs(model)
@@ -113,6 +114,16 @@ class PackedAttention:
         finally:
             self._switch_on()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this rank run whole sequences by itself inside the block; the forwards are not counted."""
+        kept = self.sp_group, self.sp_size, self.num_forwards
+        self.sp_group, self.sp_size = None, 1
+        try:
+            yield
+        finally:
+            self.sp_group, self.sp_size, self.num_forwards = kept
+
     def _switch_on(self) -> None:
         for config in self._configs:
             config._attn_implementation_internal = NAME
@@ -132,6 +143,13 @@ class PackedAttention:
             )
         if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
             raise ValueError("Packed attention has no cache. Pass use_cache=False, or generate inside handle.paused().")
+        longest, limit = max(lengths.seq_lens), self._rotary_limit
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"A sample has {longest} tokens, but beyond {limit} the rotary frequencies of {type(module).__name__} depend on the "
+                "longest sample of a call, so packed samples would change each other. Limit the samples' length, or run one padded sample at a "
+                "time (remove_padding: false, micro_batch_size: 1)."
+            )
         self._record = ForwardRecord(self, lengths, cu_seqlens)
         return args, kwargs | {LENGTHS: lengths, "use_cache": False, RECORD: self._record}
 
@@ -196,8 +214,8 @@ def attach_packed_attention(
     with ExitStack() as undo:
         undo.callback(handle.detach)
         if probe and has_whole_weights(model):
-            probe_packed_attention(model, sp_group)
-            handle.num_forwards = 0
+            with handle.alone():
+                probe_packed_attention(model)
         undo.pop_all()
     return handle
 

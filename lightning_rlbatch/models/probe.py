@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_rlbatch.distributed.heads import HeadPlan
-from lightning_rlbatch.distributed.ulysses import gather_sequence
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
 
@@ -62,16 +60,38 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"Packed attention cannot run {name}: {reason}. Use padded batches (remove_padding: false) for this model.")
 
 
+def rotary_limit(config: PreTrainedConfig) -> int | None:
+    """Return the longest sample that packed attention may run where rotary frequencies depend on the longest position of a call.
+
+    Beyond it, "longrope" (Phi-3 with long context) and "dynamic" embeddings would give a sample the frequencies of its longest
+    neighbour, and shards of one sample different ones.
+
+    Args:
+        config: The model's config.
+
+    Returns:
+        Tokens; None if frequencies are fixed.
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    for kind in [parameters] if "rope_type" in parameters else parameters.values():  # or one set per type of layer
+        if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
+            limits.append(int(kind["original_max_position_embeddings"]))
+        elif isinstance(kind, dict) and "dynamic" in str(kind.get("rope_type")):
+            limits.append(int(text.max_position_embeddings))
+    return min(limits, default=None)
+
+
 @torch.no_grad()
-def probe_packed_attention(model: PreTrainedModel, sp_group: dist.ProcessGroup | None) -> None:
+def probe_packed_attention(model: PreTrainedModel) -> None:
     """Run two short samples packed and one by one, and raise unless the hidden states agree.
 
     This finds models that ignore the registered attention function, drop its arguments, or number positions on their own. It costs three
-    forwards of at most five tokens (per rank) and draws no random numbers.
+    forwards of at most five tokens and draws no random numbers. No rank waits for another: their weights may still differ.
 
     Args:
-        model: The attached model, with weights that are neither on the meta device nor sharded by FSDP.
-        sp_group: The group it was attached with.
+        model: The model, attached without a group, with weights that are neither on the meta device nor sharded by FSDP.
 
     Raises:
         RuntimeError: The hidden states differ, or a layer did not run packed attention.
@@ -79,8 +99,8 @@ def probe_packed_attention(model: PreTrainedModel, sp_group: dist.ProcessGroup |
     batch = PackedBatch([0, 3, 5], {"input_ids": _probe_ids(model, 5)})
     with evaluating(model):
         try:
-            packed = _hidden_states(model, sp_group, batch)
-            alone = torch.cat([_hidden_states(model, sp_group, batch.select([index])) for index in range(2)])
+            packed = _hidden_states(model, batch)
+            alone = torch.cat([_hidden_states(model, batch.select([index])) for index in range(2)])
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"{type(model).__name__} failed the probe of packed attention: {error}") from error
     error_size, tolerance = _relative_error(packed, alone)
@@ -149,9 +169,9 @@ def _relative_error(found: Tensor, expected: Tensor) -> tuple[float, float]:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)), tolerance
 
 
-def _hidden_states(model: PreTrainedModel, sp_group: dist.ProcessGroup | None, batch: PackedBatch) -> Tensor:
-    local: Tensor = model.base_model(**packed_model_kwargs(batch, sp_group=sp_group))[0][0]  # [t, hidden size]
-    return gather_sequence(local, sp_group, batch.num_tokens)
+def _hidden_states(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    found: Tensor = model.base_model(**packed_model_kwargs(batch))[0][0]  # [T, hidden size]
+    return found
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

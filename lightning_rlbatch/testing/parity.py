@@ -92,6 +92,7 @@ def assert_parity(
     backend: Backend = "auto",
     tolerance: float | None = None,
     timeout: float = 90.0,
+    remove_padding: bool = True,
 ) -> ParityReport:
     """Raise unless packed, padded and parallel log-probs and gradients of a model equal the plain forward's.
 
@@ -106,6 +107,7 @@ def assert_parity(
         backend: Kernel of the packed attention.
         tolerance: Largest relative error; None: 1e-5 for fp32 and fp64 models, 5e-2 for others.
         timeout: Seconds that the forked ranks may take.
+        remove_padding: False compares padded samples only, for a model that cannot run packed.
 
     Returns:
         The report.
@@ -125,6 +127,7 @@ def assert_parity(
         backend=backend,
         tolerance=tolerance,
         timeout=timeout,
+        remove_padding=remove_padding,
     )
     if not report.passed:
         raise AssertionError(f"{type(model).__name__} does not compute the same in every layout.\n{report}")
@@ -142,12 +145,16 @@ def compare_layouts(
     backend: Backend = "auto",
     tolerance: float | None = None,
     timeout: float = 90.0,
+    remove_padding: bool = True,
 ) -> ParityReport:
     """Return the table of `assert_parity` without judging it; same arguments."""
     world_size = dp_size * sp_size if meshes is None else meshes.world_size
     if meshes is None and world_size > 1:
         _check_can_fork(model, world_size)
-    check_heads(model.config, sp_size if meshes is None else meshes.sp_size)
+    sp_size = sp_size if meshes is None else meshes.sp_size
+    if sp_size > 1 and not remove_padding:
+        raise ValueError(f"sp_size={sp_size} shards packed tokens, but remove_padding is False. Pass remove_padding=True, or sp_size=1.")
+    check_heads(model.config, sp_size)
     batch = (random_batch(model.config.get_text_config().vocab_size) if batch is None else batch).to(model.device)
     weight = torch.linspace(0.5, 1.5, batch.num_tokens, device=batch.device) / batch.num_tokens
     batch = PackedBatch(
@@ -157,11 +164,11 @@ def compare_layouts(
     with evaluating(model):
         expected = _plain(model, batch, temperature)
         batch = batch.with_fields(per_token={"log_probs": expected.log_probs, "entropy": expected.entropy})
-        rows = [
-            _row("padded", *_score(TokenScorer(model, remove_padding=False, probe=False), batch, temperature), batch, expected),
-            _packed_row(model, batch, temperature, backend, expected),
-        ]
-        if world_size > 1:
+        padded = TokenScorer(model, remove_padding=False, probe=False)  # the table says more than a probe
+        rows = [_row("padded", *_score(padded, batch, temperature), batch, expected)]
+        if remove_padding:
+            rows.append(_packed_row(model, batch, temperature, backend, expected))
+        if world_size > 1 and remove_padding:
 
             def on_rank(rank: int, world_size: int) -> ParityRow:
                 forked = meshes or build_meshes("cpu", sequence_parallel_size=sp_size)
@@ -251,7 +258,7 @@ def _row(layout: str, log_probs: Tensor, entropy: Tensor, gradients: dict[str, T
 
 
 def _packed_row(model: PreTrainedModel, batch: PackedBatch, temperature: float, backend: Backend, expected: _Result) -> ParityRow:
-    scorer = TokenScorer(model, attention_backend=backend, probe=False)  # the table says more than the probe
+    scorer = TokenScorer(model, attention_backend=backend, probe=False)
     assert scorer.attention is not None
     with scorer.attention:
         return _row("packed", *_score(scorer, batch, temperature), batch, expected)

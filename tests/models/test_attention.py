@@ -292,6 +292,22 @@ def test_the_probe_catches_what_the_class_does_not_tell(layer, message):
     assert not model.model._forward_pre_hooks
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
+FREQUENCIES = {
+    "phi3": (8, {"rope_parameters": {"rope_theta": 1e4, **LONGROPE}, "original_max_position_embeddings": 8}),
+    "llama": (64, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}),
+}
+
+
+@pytest.mark.parametrize("family", FREQUENCIES)
+def test_samples_beyond_the_length_where_rotary_frequencies_follow_the_longest_one_are_refused(family):
+    longest, options = FREQUENCIES[family]
+    with attach_packed_attention(model := tiny_model(family, **options)):
+        model(**packed_model_kwargs(make_batch([longest, 3])))
+        with pytest.raises(ValueError, match=rf"{longest + 1} tokens, but beyond {longest} the rotary frequencies of .*Model depend"):
+            model(**packed_model_kwargs(make_batch([longest + 1, 3])))
+
+
 def test_a_model_on_the_meta_device_is_attached_without_a_probe():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config())
