@@ -61,6 +61,11 @@ class PolicyLoss(ABC):
     needs_selection: ClassVar[bool] = False
     """True: ``select`` must run on the whole mini-batch first, and its result be passed as ``selected``."""
 
+    @property
+    def name(self) -> str:
+        """What error messages call this loss."""
+        return type(self).__name__
+
     def __call__(
         self,
         log_probs: Tensor,
@@ -77,7 +82,7 @@ class PolicyLoss(ABC):
         Raises:
             ValueError: ``selected`` is missing or not wanted, or the terms were reduced.
         """
-        name = type(self).__name__
+        name = self.name
         if self.needs_selection and selected is None:
             raise ValueError(f"{name} needs `selected`, the result of its select() on the whole mini-batch, but got None.")
         if not self.needs_selection and selected is not None:
@@ -341,10 +346,15 @@ class FunctionLoss(PolicyLoss):
         >>> mean = FunctionLoss(lambda log_probs, *rest: -log_probs.mean())
         >>> mean(one, one, one, one.bool(), torch.tensor([0, 1]))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: Policy loss FunctionLoss must hold one unreduced term per token, shape (1,), but got shape (). Return the terms ...
+        ValueError: Policy loss <lambda> must hold one unreduced term per token, shape (1,), but got shape (). Return the terms ...
     """
 
     function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return getattr(self.function, "__qualname__", type(self).__name__)
 
     def compute(self, inputs: LossInputs) -> LossTerms | Tensor:
         """Call the function."""
