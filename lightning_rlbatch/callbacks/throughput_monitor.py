@@ -1,5 +1,7 @@
 """Measure tokens per second, use of the device's FLOPs, and where the time of an iteration goes."""
 
+import resource
+import sys
 import time
 from typing import Any
 
@@ -30,6 +32,7 @@ class ThroughputMonitor(Callback):
       exchange); ``time/waiting_estimate``: seconds of the update that the average rank waits for the slowest, by the plan's workloads.
       The module logs the phases of a collection as ``time/generation``, ``time/scoring`` and so on; ``time/other_between_updates`` is
       what none of them explains.
+    * ``memory/peak_gib``: most memory of rank zero so far: allocated on its GPU, or resident in its process on a CPU.
 
     Model FLOPs are ``6 P T + 6 A n sum(L^2)`` for a step (forward and backward, no recomputation): P parameters of the trained models
     without input embeddings, T tokens, A query heads x head dimension, n layers, L lengths, causal attention. Generation and scoring are
@@ -85,7 +88,7 @@ class ThroughputMonitor(Callback):
         update, between = end - self._now, self._now - self._last_end
         self._last_end = end
         plan = batch.plan if isinstance(batch, MiniBatch) else None
-        metrics = {"time/update": update, "time/between_updates": between}
+        metrics = {"time/update": update, "time/between_updates": between, "memory/peak_gib": peak_memory(pl_module.device) / 2**30}
         phases = _phases(trainer) if batch_idx == 0 else {}
         if phases:
             metrics["time/other_between_updates"] = max(0.0, between - sum(phases.values()))
@@ -120,6 +123,18 @@ def _phases(trainer: "pl.Trainer") -> dict[str, float]:
     """Return the phases of the collection that came before the first update of an iteration, as the module logged them."""
     own = ("time/update", "time/between_updates", "time/waiting_estimate", "time/other_between_updates")
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("time/") and name not in own}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes in use so far, on a GPU by torch, else by this process.
+
+    Args:
+        device: Of the model.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes but on macOS
 
 
 def trained_models(module: nn.Module) -> list[nn.Module]:

@@ -8,12 +8,12 @@ from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.explanation import check
 from lightning_rlbatch.cli.run_config import run_config
 
-_OWN = {"explain": "explain", "plan": "plan_command", "verify": "verify", "report": "report"}
+_OWN = {"explain": "explain", "export": "export", "plan": "plan_command", "verify": "verify", "report": "report"}
 _NOT_A_RUN = {"-h", "--help", "--print_config", "--print_shtab"}
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run ``rlbatch fit|validate|explain|plan|verify|report ...``.
+    """Run ``rlbatch fit|validate|explain|export|plan|verify|report ...``.
 
     Args:
         args: Command line without the program's name; None reads ``sys.argv``.

@@ -44,6 +44,7 @@ def test_tokens_per_second_are_real_tokens_of_all_ranks_over_the_time_of_the_upd
         assert row["throughput/update/tokens_per_second"] * row["time/update"] == pytest.approx(TOKENS, rel=1e-4)
         assert row["throughput/update/padding_share"] == pytest.approx(0)
         assert 0 <= row["time/waiting_estimate"] < row["time/update"]
+        assert 0.01 < row["memory/peak_gib"] < 100
 
 
 def test_padding_that_is_computed_counts_as_computed_but_not_as_tokens():

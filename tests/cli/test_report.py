@@ -1,0 +1,189 @@
+import csv
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlbatch.cli import main
+from lightning_rlbatch.cli.charts import number, running_mean, ticks
+from lightning_rlbatch.cli.run_metrics import RunMetrics
+
+TITLES = [
+    "Reward and held-out score",
+    "Entropy of the policy",
+    "Response length and truncation",
+    "Groups that teach nothing",
+    "KL divergences",
+    "Clip fractions",
+    "Gradient norm before clipping",
+    "Explained variance of the critic",
+    "Where an iteration's time goes",
+    "Tokens per second, use of the hardware",
+    "Peak memory of rank 0",
+    "Heaviest and lightest rank, before and after",
+    "Micro-batch fill and efficiency",
+    "Padding avoided",
+    "Waiting at barriers",
+    "Ratio of the first update",
+]
+PER_STEP = {
+    "train/entropy": lambda step: 0.3 * 0.97**step,
+    "train/grad_norm/policy": lambda step: 0.4 + 0.01 * (step % 7),
+    "train/approx_kl": lambda step: 0.001 * (step % 4),
+    "train/clip_fraction_low": lambda step: 0.01,
+    "train/clip_fraction_high": lambda step: 0.02,
+    "train/ratio": lambda step: 1.0 + 0.001 * (step % 4),
+    "value/explained_variance": lambda step: 0.5,
+    "reward/mean": lambda step: 0.4 + 0.005 * (step // 4),
+    "reward/zero_variance_all_right": lambda step: 0.1,
+    "reward/zero_variance_all_wrong": lambda step: 0.1,
+    "length/mean": lambda step: 25.0,
+    "length/truncated": lambda step: 0.45,
+    "time/generation": lambda step: 1.0,
+    "time/update": lambda step: 0.5,
+    "throughput/tokens_per_second": lambda step: 5000.0,
+    "memory/peak_gib": lambda step: 3.0,
+    "balance/plan/efficiency": lambda step: 0.99,
+    "balance/plan/fill": lambda step: 0.8,
+    "balance/plan/padding_avoided": lambda step: 0.4,
+    **{f"balance/global_workload/{name}": lambda step: 100.0 for name in ("min", "max", "balanced_min", "balanced_max", "mean")},
+}
+
+
+class Page(HTMLParser):
+    """Collects what a page shows, and checks that its tags are closed."""
+
+    VOID = frozenset({"meta", "img", "circle", "line", "polyline", "polygon"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.titles, self.plots, self.images, self.links, self.open = [], [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.links += [value for name, value in attrs if name in ("src", "href") and not value.startswith("data:")]
+        self.plots += [json.loads(attributes["data-series"])] if "data-series" in attributes else []
+        self.images += [attributes["src"]] if tag == "img" else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "h3":
+            self.titles.append(data)
+
+
+def write_run(folder: Path, columns=PER_STEP, num_steps=40):
+    folder.mkdir(parents=True)
+    names = ["epoch", "step", *columns, "val/reward/score"]
+    with (folder / "metrics.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, names)
+        writer.writeheader()
+        for step in range(num_steps):
+            writer.writerow({"epoch": step // 4, "step": step} | {name: value(step) for name, value in columns.items()})
+        writer.writerow({"epoch": num_steps // 4 - 1, "step": num_steps - 1, "val/reward/score": 0.75})
+    return folder
+
+
+def report(folder, *arguments):
+    main(["report", str(folder), *arguments])
+    return (folder / "report.html").read_text()
+
+
+def test_the_page_holds_the_sixteen_plots_in_order_and_loads_nothing(tmp_path):
+    page = Page(report(write_run(tmp_path / "run")))
+    assert page.titles == TITLES
+    assert len(page.plots) == 16
+    assert page.links == []
+
+
+def test_the_curves_are_the_logged_values(tmp_path):
+    page = Page(report(write_run(tmp_path / "run")))
+    curves = {curve["label"]: curve["points"] for plot in page.plots for curve in plot}
+    assert curves["entropy"][10] == pytest.approx([10, 0.3 * 0.97**10], rel=1e-4)
+    assert curves["held-out score"] == [[39, 0.75]]
+    assert [x for x, _ in curves["mean ratio"]] == list(range(0, 40, 4))  # once per iteration
+    assert {y for _, y in curves["mean ratio"]} == {1.0}
+    assert {y for _, y in curves["update"]} == {2.0}  # four updates of an iteration
+
+
+def test_what_was_not_logged_says_how_to_get_it(tmp_path):
+    text = report(write_run(tmp_path / "run", {"train/entropy": PER_STEP["train/entropy"]}))
+    page = Page(text)
+    assert page.titles == TITLES
+    assert len(page.plots) == 2  # entropy and held-out score
+    assert "lightning_rlbatch.callbacks.ThroughputMonitor" in text
+
+
+def test_the_doctor_judges_the_run_and_the_clip_limit_comes_from_its_configuration(tmp_path):
+    folder = write_run(tmp_path / "run")
+    configuration = {"model": {"class_path": "lightning_rlbatch.PPOModule", "init_args": {"max_grad_norm": 0.25}}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(configuration))
+    text = report(folder)
+    assert "<b>truncation</b> (iteration 2, last at 9)" in text
+    assert "clipped above 0.25" in text
+
+
+def test_the_newest_picture_of_a_plan_is_embedded_and_text_is_escaped(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "plans").mkdir()
+    for step in (0, 20):
+        (folder / "plans" / f"step_{step:06d}.png").write_bytes(b"picture" + bytes([step]))
+    text = report(folder, "--title", "a <b> & c")
+    assert "a &lt;b&gt; &amp; c" in text
+    assert "step 000020" in text
+    assert Page(text).images[0].startswith("data:image/png;base64,")
+
+
+def test_metrics_are_found_in_the_newest_version_folder(tmp_path):
+    for version in (2, 10, 9):
+        write_run(tmp_path / "logs" / f"version_{version}")
+    assert RunMetrics.find(str(tmp_path / "logs")).path.parent.name == "version_10"
+
+
+def test_a_long_run_is_thinned_to_a_readable_number_of_points(tmp_path):
+    page = Page(report(write_run(tmp_path / "run", {"train/entropy": PER_STEP["train/entropy"]}, num_steps=2000)))
+    assert len(page.plots[1][0]["points"]) == 400
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "no metrics.csv"), ("epoch,step\n", "has no rows")])
+def test_a_run_without_metrics_exits_with_1_and_says_what_to_log(tmp_path, content, message, capsys):
+    if content is not None:
+        (tmp_path / "metrics.csv").write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(tmp_path)])
+    assert stop.value.code == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_ticks_are_round_and_inside_and_numbers_short():
+    assert ticks(0, 1, 4) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert ticks(0, 3e-13, 3) == [0.0, 1e-13, 2e-13, 3e-13]
+    assert all(-1.3 <= tick <= 7.9 for tick in ticks(-1.3, 7.9, 4))
+    assert [number(value) for value in (12345, 2.5e6, -0.5, 1e-9)] == ["12k", "2.5M", "-0.5", "1.0e-09"]
+    assert running_mean([(0, 1.0), (1, 1.0)]) == [(0, 1.0), (1, 1.0)]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the chromium browser")
+def test_a_browser_draws_the_page_and_runs_its_script(tmp_path):
+    folder = write_run(tmp_path / "run")
+    report(folder)
+    flags = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    page = f"file://{folder / 'report.html'}"
+    dom = subprocess.run([*flags, "--dump-dom", page], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert dom.count('class="cursor"') == 16  # the script has reached every plot
+    picture = tmp_path / "page.png"
+    command = [*flags, "--window-size=1500,1700", f"--screenshot={picture}", page]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    assert picture.stat().st_size > 50_000  # an empty page of this size has 10 kB
