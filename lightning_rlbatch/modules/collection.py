@@ -68,7 +68,7 @@ class RolloutCollector:
             with self._timed("scoring"):
                 score_rollouts(module, store)
             prepared = RolloutPreparation(module, store).run()
-        return store, self._metrics(table, rollouts) | prepared
+        return store, self._metrics(store, rollouts) | prepared
 
     @property
     def prompts(self) -> PromptBatch:
@@ -94,7 +94,8 @@ class RolloutCollector:
         buffer = self.module.overlong_buffer
         if buffer is None or not samples.num_samples:
             return samples
-        lengths = torch.stack([mask.sum() for mask in samples.split_per_sample("response_mask")])
+        # From the first sampled token to the end: the limit bounds the turns of an environment too.
+        lengths = torch.stack([mask.cummax(0).values.sum() for mask in samples.split_per_sample("response_mask")])
         limit = self.sampler.prompts.max_response_length
         penalty = overlong_penalty(lengths, max_length=limit, buffer=buffer, factor=self.module.overlong_factor)
         return samples.with_fields(per_sample={"reward": samples["reward"] + penalty})
@@ -103,8 +104,9 @@ class RolloutCollector:
         positions = torch.tensor(self.sampler.prompts.positions, dtype=torch.int64)
         return positions.repeat_interleave(self.sampler.prompts.rollouts_per_prompt)
 
-    def _metrics(self, table: RolloutTable, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        sums = all_reduce_sums(rollout_sums(self.module.component_names, rollouts), self.meshes.world_group)
+    def _metrics(self, store: RolloutStore, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        table, own = store.table, rollout_sums(self.module.component_names, rollouts)
+        sums = all_reduce_sums(own | {"bytes_sent": store.bytes_sent}, self.meshes.world_group)
         metrics = reward_metrics(sums) | {f"length/{name}": value for name, value in _lengths(table).items()}
         equal = zero_variance_groups(table.rewards, table.group_ids)
         groups = max(1, int(equal.num_groups))
@@ -117,6 +119,7 @@ class RolloutCollector:
                 "reward/std": float(valid.std(unbiased=False)) if len(valid) else math.nan,
                 "reward/zero_variance_all_right": int(equal.num_all_right) / groups,
                 "reward/zero_variance_all_wrong": int(equal.num_all_wrong) / groups,
+                "perf/exchange_bytes": sums["bytes_sent"],
                 "reward/resampled_groups": float(self.sampler.num_resampled_groups),
             }
             | all_reduce_max({f"time/{phase}": value for phase, value in seconds.items()}, self.meshes.world_group)

@@ -270,6 +270,20 @@ def test_generalised_advantages_pass_over_the_environments_turns(alone):
     assert metrics[0]["value/loss"] > 0
 
 
+def test_overlong_penalty_counts_the_environments_turns_as_the_limit_does():
+    def fn(rank, world_size):
+        return run(rank, world_size, overlong_buffer=12, overlong_factor=2.0)
+
+    samples, _, table = run_distributed(fn, 1, init_process_group=False)[0]
+    penalised = 0
+    for index, row in samples.items():
+        response = row["input_ids"][int(row["response_mask"].int().argmax()) :].tolist()
+        penalty = -2.0 * max(0, len(response) - 12) / 12
+        penalised += penalty < 0
+        assert float(table.rewards[index]) == pytest.approx(words_said(None, None, [response])[0] + penalty)
+    assert 0 < penalised < len(samples)
+
+
 def test_environment_that_fails_on_one_rank_ends_all_with_its_error():
     def fn(rank, world_size):
         def broken(prompts, turn, goal):

@@ -204,6 +204,7 @@ def collect(rank, world_size, size, sp_size):
                 "seen": module.rollout_engine.seen,
                 "bytes": keep.store.bytes_sent,
                 "loss": float(trainer.logged_metrics["train/loss"]),
+                "bytes_over_all": float(trainer.logged_metrics["perf/exchange_bytes"]),
                 "mismatch": float(trainer.logged_metrics["kl/rollout_mismatch"]),
             }
         )
@@ -235,6 +236,7 @@ def test_dispatch_gives_the_samples_of_one_process_alone(world_size, size, sp_si
                     assert row[name].tolist() == reference[name].tolist(), (index, name)
                 for name in ("old_log_probs", "rollout_log_probs", "advantages"):
                     torch.testing.assert_close(row[name], reference[name], atol=1e-5, rtol=1e-5)
+        assert {result["bytes_over_all"] for result in found} == {sum(result["bytes"] for result in found)}
         # Sequence-parallel peers hold the same samples, data-parallel ranks different ones, and together they hold all.
         held = [sorted(result["rows"]) for result in found]
         assert all(held[rank] == held[rank - rank % sp_size] for rank in range(world_size))
