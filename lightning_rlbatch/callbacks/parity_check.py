@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_rlbatch.distributed.mesh import Meshes
+from lightning_rlbatch.models.parity import compare_on_ranks, random_batch
 from lightning_rlbatch.modules.model_sources import load_model
 from lightning_rlbatch.strategies.access import meshes_of
 
@@ -48,9 +49,6 @@ class ParityCheck(Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         if stage != "fit":
             return
-        # Imported here: the check forks ranks elsewhere, and only a run that asks for it needs its code.
-        from lightning_rlbatch.testing.parity import compare_layouts, random_batch
-
         source = getattr(pl_module, "policy_source", None)
         if source is None:
             raise MisconfigurationException(
@@ -62,10 +60,11 @@ class ParityCheck(Callback):
             model = load_model(source)
             cast(nn.Module, model).to(trainer.strategy.root_device)
             copy_from_rank_zero(model, meshes)
-            report = compare_layouts(
+            report = compare_on_ranks(
                 model,
                 random_batch(model.config.get_text_config().vocab_size, self.lengths),
-                meshes=meshes,
+                sp_size=meshes.sp_size,
+                run_on_ranks=(lambda row: row(meshes)) if meshes.world_size > 1 else None,
                 temperature=float(getattr(pl_module, "temperature", 1.0)),
                 tolerance=self.tolerance,
                 remove_padding=bool(getattr(pl_module, "remove_padding", True)),

@@ -147,8 +147,8 @@ class PackedAttention:
         if limit is not None and longest > limit:
             raise ValueError(
                 f"A sample has {longest} tokens, but beyond {limit} the rotary frequencies of {type(module).__name__} depend on the "
-                "longest sample of a call, so packed samples would change each other. Limit the samples' length, or run one padded sample at a "
-                "time (remove_padding: false, micro_batch_size: 1)."
+                "longest sample of a call, so packed samples would change each other. Limit the samples' length, or run padded samples one "
+                "at a time (remove_padding: false, micro_batch_size: 1)."
             )
         self._record = ForwardRecord(self, lengths, cu_seqlens)
         return args, kwargs | {LENGTHS: lengths, "use_cache": False, RECORD: self._record}

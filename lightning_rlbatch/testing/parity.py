@@ -1,84 +1,21 @@
 """Check on a user's own model that packed, padded and parallel log-probs and gradients equal those of each sample alone.
 
-The reference is the model's own forward on one sample at a time, without padding, packing or ranks. Compared with it are log-probs,
-entropies and the gradient of every trainable parameter, under a loss in which no two tokens weigh the same and none weighs nothing: a
-token that is left out, counted twice or mistaken for its neighbour changes every gradient. All tokens but the first of each sample are
-scored, whatever the batch's ``response_mask`` says, because mistakes sit where samples end and where shards meet.
+What is compared, and with what, stands in `lightning_rlbatch.models.parity`.
 """
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rlbatch.distributed.mesh import Meshes, build_meshes
-from lightning_rlbatch.distributed.reductions import gradient_scale
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.attention_backends import Backend
-from lightning_rlbatch.models.probe import check_heads, evaluating
-from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.models.parity import ParityReport, ParityRow, RunOnRanks, compare_on_ranks, random_batch
+from lightning_rlbatch.models.probe import check_heads
 from lightning_rlbatch.testing.distributed import run_distributed
 
-ENTROPY_WEIGHT = 0.3
-SMALL_GRADIENT = 0.01  # share of the largest gradient below which a parameter's error is compared with that share instead
-
-
-@dataclasses.dataclass(frozen=True)
-class ParityRow:
-    """How far one layout is from the plain forward; every error is relative to the largest value of the plain forward.
-
-    Attributes:
-        layout: Name of the layout.
-        log_probs: Largest error of a log-prob.
-        entropy: Largest error of an entropy.
-        gradient: Largest error of any parameter's gradient, relative to that parameter's largest gradient (but to at least a
-            hundredth of the largest gradient of all: some gradients are nothing but rounding).
-        parameter: The parameter with that error.
-        norm: Error of the norm of the whole gradient.
-    """
-
-    layout: str
-    log_probs: float
-    entropy: float
-    gradient: float
-    parameter: str
-    norm: float
-
-    @property
-    def worst(self) -> float:
-        """The largest error of the row; NaN if any is NaN."""
-        errors = torch.tensor([self.log_probs, self.entropy, self.gradient, self.norm])
-        return float(errors.max())  # unlike the built-in max, torch's does not lose a NaN
-
-
-@dataclasses.dataclass(frozen=True)
-class ParityReport:
-    """The rows of a comparison; ``str(report)`` is a table.
-
-    Attributes:
-        rows: One per layout.
-        tolerance: Largest error that passes.
-    """
-
-    rows: tuple[ParityRow, ...]
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether every error of every layout is within the tolerance; an error that is NaN is not."""
-        return all(row.worst <= self.tolerance for row in self.rows)
-
-    def __str__(self) -> str:
-        width = max(len(row.layout) for row in self.rows)
-        lines = [f"{'layout':{width}}  log-probs  entropy  gradient     norm  verdict  worst parameter"]
-        for row in self.rows:
-            verdict = "ok" if row.worst <= self.tolerance else "DIFFERS"
-            errors = f"{row.log_probs:9.1e}  {row.entropy:7.1e}   {row.gradient:7.1e}  {row.norm:7.1e}"
-            lines.append(f"{row.layout:{width}}  {errors}  {verdict:7}  {row.parameter}")
-        return "\n".join([*lines, f"Largest error relative to each sample alone; {self.tolerance:.0e} passes."])
+__all__ = ["ParityReport", "ParityRow", "assert_parity", "compare_layouts", "random_batch"]
 
 
 def assert_parity(
@@ -148,55 +85,31 @@ def compare_layouts(
     remove_padding: bool = True,
 ) -> ParityReport:
     """Return the table of `assert_parity` without judging it; same arguments."""
-    world_size = dp_size * sp_size if meshes is None else meshes.world_size
-    if meshes is None and world_size > 1:
-        _check_can_fork(model, world_size)
-    sp_size = sp_size if meshes is None else meshes.sp_size
-    if sp_size > 1 and not remove_padding:
-        raise ValueError(f"sp_size={sp_size} shards packed tokens, but remove_padding is False. Pass remove_padding=True, or sp_size=1.")
-    check_heads(model.config, sp_size)
-    batch = (random_batch(model.config.get_text_config().vocab_size) if batch is None else batch).to(model.device)
-    weight = torch.linspace(0.5, 1.5, batch.num_tokens, device=batch.device) / batch.num_tokens
-    batch = PackedBatch(
-        [0, *torch.tensor(batch.seq_lens).cumsum(0).tolist()],
-        {"input_ids": batch["input_ids"], "response_mask": batch.position_ids > 0, "weight": weight},
-    )
-    with evaluating(model):
-        expected = _plain(model, batch, temperature)
-        batch = batch.with_fields(per_token={"log_probs": expected.log_probs, "entropy": expected.entropy})
-        padded = TokenScorer(model, remove_padding=False, probe=False)  # the table says more than a probe
-        rows = [_row("padded", *_score(padded, batch, temperature), batch, expected)]
-        if remove_padding:
-            rows.append(_packed_row(model, batch, temperature, backend, expected))
-        if world_size > 1 and remove_padding:
+    run_on_ranks: RunOnRanks | None = None
+    if meshes is not None:
+        sp_size = meshes.sp_size
+        run_on_ranks = (lambda row: row(meshes)) if meshes.world_size > 1 else None
+    elif dp_size * sp_size > 1:
+        check_heads(model.config, sp_size)
+        _check_can_fork(model, dp_size * sp_size)
 
+        def run_on_ranks(row: Callable[[Meshes], ParityRow]) -> ParityRow:
             def on_rank(rank: int, world_size: int) -> ParityRow:
-                forked = meshes or build_meshes("cpu", sequence_parallel_size=sp_size)
-                return _parallel_row(model, batch, temperature, backend, expected, forked)
+                return row(build_meshes("cpu", sequence_parallel_size=sp_size))
 
-            rows.append(on_rank(0, world_size) if meshes else run_distributed(on_rank, world_size, timeout=timeout)[0])
-    if tolerance is None:
-        tolerance = 1e-5 if model.dtype in (torch.float32, torch.float64) else 5e-2
-    return ParityReport(tuple(rows), tolerance)
+            rows: list[ParityRow] = run_distributed(on_rank, dp_size * sp_size, timeout=timeout)
+            return rows[0]
 
-
-def random_batch(vocab_size: int, lengths: Sequence[int] = (13, 1, 6, 2, 9), seed: int = 0) -> PackedBatch:
-    """Return samples of random tokens; the default has a sample of one token and a number of tokens that no P divides.
-
-    Args:
-        vocab_size: Token ids are below it.
-        lengths: Tokens of each sample.
-        seed: Seed of the tokens; the global random state is not touched.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    return PackedBatch.from_samples([{"input_ids": torch.randint(vocab_size, (length,), generator=generator)} for length in lengths])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    log_probs: Tensor  # [T]
-    entropy: Tensor  # [T]
-    gradients: dict[str, Tensor]
+    return compare_on_ranks(
+        model,
+        batch,
+        sp_size=sp_size,
+        run_on_ranks=run_on_ranks,
+        temperature=temperature,
+        backend=backend,
+        tolerance=tolerance,
+        remove_padding=remove_padding,
+    )
 
 
 def _check_can_fork(model: PreTrainedModel, world_size: int) -> None:
@@ -210,85 +123,3 @@ def _check_can_fork(model: PreTrainedModel, world_size: int) -> None:
             f"Cannot fork {world_size} ranks: {reason}. Run the check under torchrun on all ranks and pass meshes=build_meshes(...), "
             "or move the model to the CPU and call it before any process group exists."
         )
-
-
-def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not named:
-        return {}
-    found = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
-    return {name: torch.zeros_like(parameter) if grad is None else grad for (name, parameter), grad in zip(named, found)}
-
-
-def _plain(model: PreTrainedModel, batch: PackedBatch, temperature: float) -> _Result:
-    """Run each sample alone through the model's own forward and write the definitions down."""
-    columns: tuple[list[Tensor], list[Tensor]] = ([], [])
-    total: dict[str, Tensor] = {}
-    for ids, weight in zip(batch.split_per_sample("input_ids"), batch.split_per_sample("weight")):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
-        log_probs = log_p.gather(1, ids[1:, None]).squeeze(1)
-        entropy = -(log_p.exp() * log_p).sum(dim=-1)
-        loss = (weight[1:] * (log_probs + ENTROPY_WEIGHT * entropy)).sum()
-        for name, gradient in _gradients(model, loss).items():
-            total[name] = total[name] + gradient if name in total else gradient
-        for column, found in zip(columns, (log_probs, entropy)):
-            column += [found.new_zeros(1), found.detach()]
-    return _Result(torch.cat(columns[0]), torch.cat(columns[1]), total)
-
-
-def _score(scorer: TokenScorer, batch: PackedBatch, temperature: float, factor: float = 1.0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    scores = scorer(batch, temperature=temperature, with_entropy=True)
-    loss = (batch["weight"] * (scores.log_probs + ENTROPY_WEIGHT * scores.entropy)).sum() * factor
-    return scores.log_probs.detach(), scores.entropy.detach(), _gradients(scorer.model, loss)
-
-
-def _row(layout: str, log_probs: Tensor, entropy: Tensor, gradients: dict[str, Tensor], batch: PackedBatch, expected: _Result) -> ParityRow:
-    largest = max((float(gradient.abs().max()) for gradient in expected.gradients.values()), default=0.0)
-    errors = [(_error(gradients[name], gradient, at_least=SMALL_GRADIENT * largest), name) for name, gradient in expected.gradients.items()]
-    worst, parameter = max(errors, key=lambda error: (error[0] != error[0], error[0]), default=(0.0, "-"))  # NaN first
-    return ParityRow(
-        layout,
-        _error(log_probs, batch["log_probs"], at_least=float(expected.log_probs.abs().max())),
-        _error(entropy, batch["entropy"], at_least=float(expected.entropy.abs().max())),
-        worst,
-        parameter,
-        _error(_norm(gradients), _norm(expected.gradients)),
-    )
-
-
-def _packed_row(model: PreTrainedModel, batch: PackedBatch, temperature: float, backend: Backend, expected: _Result) -> ParityRow:
-    scorer = TokenScorer(model, attention_backend=backend, probe=False)
-    assert scorer.attention is not None
-    with scorer.attention:
-        return _row("packed", *_score(scorer, batch, temperature), batch, expected)
-
-
-def _parallel_row(
-    model: PreTrainedModel, batch: PackedBatch, temperature: float, backend: Backend, expected: _Result, meshes: Meshes
-) -> ParityRow:
-    """Score this rank's share of the samples; the row is the same on all ranks."""
-    mine = range(meshes.dp_rank, batch.num_samples, meshes.dp_size)
-    share = batch.select(mine) if mine else PackedBatch.filler(batch.schema, max(2, meshes.sp_size), batch.device)
-    scorer = TokenScorer(model, sp_group=meshes.sp_group, attention_backend=backend, probe=False)
-    assert scorer.attention is not None
-    with scorer.attention:
-        log_probs, entropy, gradients = _score(scorer, share, temperature, gradient_scale(meshes, "fsdp"))
-    for gradient in gradients.values():  # what FSDP and DDP do: the average over all ranks
-        dist.all_reduce(gradient, group=meshes.world_group)
-        gradient /= meshes.world_size
-    layout = f"dp={meshes.dp_size}, sp={meshes.sp_size}"
-    row = _row(layout, log_probs, entropy, gradients, share, expected)
-    errors = torch.tensor([row.log_probs, row.entropy], dtype=torch.float64, device=batch.device).nan_to_num(torch.inf)
-    dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=meshes.world_group)
-    return dataclasses.replace(row, log_probs=float(errors[0]), entropy=float(errors[1]))
-
-
-def _norm(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm() if gradients else torch.zeros(())
-
-
-def _error(found: Tensor, expected: Tensor, at_least: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest expected value or to ``at_least``."""
-    scale = max(float(expected.abs().max()), at_least, 1e-30)
-    return float((found.double() - expected.double()).abs().max()) / scale

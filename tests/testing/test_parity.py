@@ -10,10 +10,10 @@ from torch import Tensor
 from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.distributed.ulysses import gather_sequence
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.models import scorer
+from lightning_rlbatch.models import parity, scorer
 from lightning_rlbatch.models.packed_inputs import PackedLengths, packed_model_kwargs
 from lightning_rlbatch.models.scorer import TokenScorer, shift_to_sources
-from lightning_rlbatch.testing import parity, run_distributed
+from lightning_rlbatch.testing import run_distributed
 from lightning_rlbatch.testing.parity import ParityReport, ParityRow, assert_parity, compare_layouts, random_batch
 
 SIZES: dict[str, Any] = {
