@@ -6,6 +6,7 @@ from lightning_rlbatch.callbacks.doctor import TrainingDoctor, UnhealthyTraining
 from lightning_rlbatch.callbacks.doctor_rules import Diagnosis, Thresholds
 from lightning_rlbatch.callbacks.export import PretrainedExport
 from lightning_rlbatch.callbacks.memory_rehearsal import MemoryRehearsal
+from lightning_rlbatch.callbacks.parity_check import ParityCheck
 from lightning_rlbatch.callbacks.pictures import batch_plan_picture
 from lightning_rlbatch.callbacks.recorder import RolloutRecorder
 from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback, Rollouts
@@ -16,6 +17,7 @@ __all__ = [
     "BalanceMonitor",
     "Diagnosis",
     "MemoryRehearsal",
+    "ParityCheck",
     "PretrainedExport",
     "RLBatchModelCheckpoint",
     "RolloutCallback",
