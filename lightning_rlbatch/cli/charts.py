@@ -97,6 +97,8 @@ class _Plot:
         low, high = (min(values), max(values)) if values else (0.0, 1.0)
         if chart.from_zero:
             low, high = min(low, 0.0), max(high, 0.0)
+        if not chart.from_zero and high == low:
+            low, high = low - 0.01 * abs(low), high + 0.01 * abs(high)
         spread = (high - low) or abs(high) or 1.0
         high = high if high > low else low + spread
         self.y_low = low if chart.from_zero and low == 0 else low - 0.06 * spread

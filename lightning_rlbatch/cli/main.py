@@ -31,13 +31,15 @@ def main(args: list[str] | None = None) -> None:
         if code:
             raise SystemExit(code)
         return
-    if (
-        arguments
-        and arguments[0] in ("fit", "validate")
-        and not _NOT_A_RUN.intersection(argument.partition("=")[0] for argument in arguments)
-    ):
+    if arguments and arguments[0] in ("fit", "validate") and not any(map(_only_asks, arguments)):
         _refuse_before_loading(arguments[1:])
     importlib.import_module("lightning_rlbatch.cli.lightning_cli").run(args)
+
+
+def _only_asks(argument: str) -> bool:
+    """Whether an argument makes LightningCLI print something instead of running (``--help``, ``--model.help``, ``--print_config``)."""
+    name = argument.partition("=")[0]
+    return name in _NOT_A_RUN or (name.startswith("--") and name.endswith(".help"))
 
 
 def _refuse_before_loading(arguments: list[str]) -> None:

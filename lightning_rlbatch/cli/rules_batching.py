@@ -117,16 +117,17 @@ def _check_budget_holds_a_sample(run: RunConfig) -> Findings:
 
 def _check_balancing(run: RunConfig) -> Findings:
     data = run.data
-    if data.get("planner") == "per_rank" and data.get("balance") is False:
-        yield refused("planner", "balance", text="planner=per_rank balances samples over ranks, but balance is false. Drop one of them.")
     if data.changed("equal_size") and data.get("balance") is False:
         yield without_effect(
             "equal_size", "with balance: false every rank gets a contiguous block, and these differ by one sample at most."
         )
     elif data.changed("equal_size") and data.get("planner") == "per_rank":
         yield without_effect("equal_size", "planner=per_rank always gives every rank the same number of samples, plus or minus one.")
-    if data.changed("workload_coefficient") and data.get("balance") is False:
-        yield without_effect("workload_coefficient", "with balance: false samples are not weighed; only logged plan numbers use it.")
+    if data.changed("workload_coefficient") and data.get("balance") is False and data.get("planner") == "global":
+        if run.kind == "samples":
+            yield without_effect("workload_coefficient", "with balance: false samples are not weighed; only logged plan numbers use it.")
+        else:
+            yield note("workload_coefficient", text="With balance: false the coefficient has a part in forward-only passes alone.")
     dp = None if run.world_size is None or run.world_size % run.sp_size else run.world_size // run.sp_size
     micro = data.number("micro_batch_size")
     if dp == 1 and micro is None and (data.changed("balance") or data.changed("planner")):

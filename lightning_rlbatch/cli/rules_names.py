@@ -73,6 +73,8 @@ def _mismatch(option: Option, value: Any) -> str | None:
     # YAML has no way to write an integer as text but quotes, which LightningCLI reads as a number where one is wanted.
     if isinstance(value, str) and str not in types:
         value = _unquoted(value)
+    if str in types and isinstance(value, int | float):
+        return None  # on the command line LightningCLI takes 2024 as text where text is wanted
     fits = isinstance(value, types) and not (isinstance(value, bool) and bool not in types)
     fits = fits or (float in types and isinstance(value, int) and not isinstance(value, bool))
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}

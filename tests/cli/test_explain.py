@@ -35,10 +35,9 @@ MIS_SET = {
         "sequence_parallel_size=2 shards packed tokens",
     ),
     "sequence_parallel_size": ({"strategy": {"sequence_parallel_size": 3}}, "refused", "must divide the number of ranks, 4"),
-    "planner": ({"data": {"planner": "per_rank", "balance": False}}, "refused", "balance is false"),
+    "planner": ({"data": {"planner": "best"}}, "refused", "one of 'global', 'per_rank'"),
     "equal_size": ({"data": {"equal_size": True, "balance": False}}, "without effect", "contiguous block"),
     "oversize": ({"data": {**STATIC, "oversize": "isolate"}}, "without effect", "no token budget"),
-    "workload_coefficient": ({"data": {"workload_coefficient": 7, "balance": False}}, "without effect", "not weighed"),
     "max_rollout_batch_size": ({"model": {"max_rollout_batch_size": 500}}, "without effect", "at most 32 rollouts"),
     "mini_batch_size": ({"data": {"mini_batch_size": 17}}, "refused", "train_batch_size=16"),
     "data_parallel_replicate_size": ({"strategy": {"data_parallel_replicate_size": 3}}, "refused", "data-parallel ranks, 4"),
@@ -62,23 +61,20 @@ def test_a_mis_set_option_is_told_from_those_in_effect_and_the_reason_says_what_
     assert (found.state, reason in found.why) == (state, True), found.why
 
 
-@pytest.mark.parametrize("option", ["equal_size", "oversize", "workload_coefficient"])
+@pytest.mark.parametrize("option", ["equal_size", "oversize"])
 def test_an_option_said_to_be_without_effect_changes_no_plan(option):
     changed = MIS_SET[option][0]["data"]
     options = {name: value for name, value in {"max_tokens_per_rank": 1024, **changed}.items() if value is not ...}
-    coefficient = options.pop("workload_coefficient", 24576)
     lengths = [random.Random(0).randrange(2, 513) for _ in range(33)]
     meshes = dataclasses.replace(single_process_meshes(), dp_size=4)
-    plans = [
-        BatchingOptions(**{**options, "coefficient": coefficient}).plan(lengths, meshes),
-        BatchingOptions(**{name: value for name, value in options.items() if name != option}).plan(lengths, meshes),
-    ]
-    assert plans[0].assignment == plans[1].assignment
+    with_it, without = BatchingOptions(**options), BatchingOptions(**{name: value for name, value in options.items() if name != option})
+    plan = with_it.plan(lengths, meshes)
+    assert plan.assignment == without.plan(lengths, meshes).assignment
+    scoring = [made.recut(lengths, plan.samples_per_rank, meshes, role="log_prob").assignment for made in (with_it, without)]
+    assert scoring[0] == scoring[1]
 
 
-@pytest.mark.parametrize(
-    "option", ["micro_batch_size", "log_prob_micro_batch_size", "log_prob_max_tokens_per_rank", "planner", "mini_batch_size"]
-)
+@pytest.mark.parametrize("option", ["micro_batch_size", "log_prob_micro_batch_size", "log_prob_max_tokens_per_rank", "mini_batch_size"])
 def test_what_explain_refuses_the_data_module_refuses_too(option):
     arguments = config(**MIS_SET[option][0])["data"]["init_args"]
     with pytest.raises(ValueError, match=option):
@@ -181,6 +177,17 @@ def test_what_does_not_divide_is_a_sentence_with_the_fix(change, words):
     assert any(all(word in text for word in words) for text in notes), notes
 
 
+def test_the_coefficient_is_without_effect_where_nothing_is_balanced_and_nothing_scored():
+    content = config()
+    content["data"] = {
+        "class_path": "lightning_rlbatch.SFTDataModule",
+        "init_args": {"train_dataset": "x", "mini_batch_size": 32, "max_tokens_per_rank": 64, "balance": False, "workload_coefficient": 7},
+    }
+    assert states(content)["workload_coefficient"].state == "without effect"
+    content["data"]["init_args"]["planner"] = "per_rank"  # cuts each block by load
+    assert states(content)["workload_coefficient"].state == "in effect"
+
+
 def test_memory_counts_the_weights_of_a_local_model_and_divides_them_over_the_ranks_that_shard_it(tmp_path):
     import helpers
 
@@ -275,3 +282,23 @@ def test_fit_refuses_a_configuration_with_all_its_errors_before_it_loads_anythin
     assert "2 error(s)" in error
     assert "train_batch_size=16" in error
     assert "Raise max_tokens_per_rank to 512" in error
+
+
+@pytest.mark.parametrize(
+    "arguments", [["fit", "--help"], ["fit", "--model.help", "lightning_rlbatch.PPOModule"], ["fit", "--print_config"]]
+)
+def test_a_question_to_lightning_cli_is_passed_on_unchecked(arguments, monkeypatch):
+    asked = []
+    monkeypatch.setattr("lightning_rlbatch.cli.lightning_cli.run", asked.append)
+    main(arguments)
+    assert asked == [arguments]
+
+
+def test_fit_warns_once_of_options_without_effect_and_goes_on(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("lightning_rlbatch.cli.lightning_cli.run", asked.append)
+    path = write(tmp_path, config(data={"equal_size": True, "balance": False, "val_rollouts_per_prompt": 4}))
+    with pytest.warns(UserWarning, match="Options without effect: equal_size: .*val_rollouts_per_prompt: ") as warned:
+        main(["fit", "--config", path])
+    assert len(warned) == 1
+    assert len(asked) == 1
