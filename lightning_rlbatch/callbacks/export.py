@@ -1,23 +1,27 @@
 """Write the trained policy as a plain transformers folder."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_rlbatch.rollout.weights import full_parameters
+from lightning_rlbatch.strategies.atomic import beside, discard, publish
+from lightning_rlbatch.strategies.state import full_model_state
 
 
 class PretrainedExport(Callback):
     """Save the policy with ``save_pretrained`` when training ends; ``from_pretrained`` and ``policy: FOLDER`` load it.
 
-    Parameters are gathered one by one; rank 0 alone keeps them, in host memory.
+    The folder holds ``model.safetensors``, the configuration, the generation configuration and, if the data module's tokenizer is a
+    transformers one, the tokenizer. Parameters are gathered one by one; rank 0 alone keeps them, in host memory.
 
     Args:
-        dirpath: Folder to write.
+        dirpath: Folder to write; it is replaced as a whole.
     """
 
     def __init__(self, dirpath: str) -> None:
@@ -30,16 +34,31 @@ class PretrainedExport(Callback):
             raise MisconfigurationException(
                 f"PretrainedExport saves module.policy.model, a transformers model, but got {type(model).__name__}."
             )
-        state = {}
-        for name, value in full_parameters(model):  # collective: every rank takes part
-            if trainer.is_global_zero:
-                state[name] = value.cpu().clone()
+        state = full_model_state(model, keep=trainer.is_global_zero)  # collective: every rank takes part
         if trainer.is_global_zero:
-            Path(self.dirpath).mkdir(parents=True, exist_ok=True)
-            attention = model.config._attn_implementation
-            model.config._attn_implementation = "sdpa"  # ours is registered in this process only
-            try:
-                model.save_pretrained(self.dirpath, state_dict=state)
-            finally:
-                model.config._attn_implementation = attention
+            datamodule: Any = getattr(trainer, "datamodule", None)
+            save_pretrained(model, state, Path(self.dirpath), tokenizer=getattr(datamodule, "tokenizer", None))
         trainer.strategy.barrier()
+
+
+def save_pretrained(model: PreTrainedModel, state: dict[str, Tensor], folder: Path, *, tokenizer: Any = None) -> None:
+    """Write a model with given weights as a transformers folder, in place of what has that name.
+
+    Args:
+        model: Gives the configurations; its own weights do not matter.
+        state: Whole weights by the model's names.
+        folder: Where to.
+        tokenizer: Saved too if it has ``save_pretrained``.
+    """
+    new = beside(folder, "new")
+    discard(new)
+    new.mkdir(parents=True)
+    attention = model.config._attn_implementation
+    model.config._attn_implementation = "sdpa"  # ours is registered in this process only
+    try:
+        model.save_pretrained(new, state_dict=state)
+    finally:
+        model.config._attn_implementation = attention
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(new)
+    publish(new, folder)

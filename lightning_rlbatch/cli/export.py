@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -69,7 +70,9 @@ def read_model(path: Path, prefix: str) -> tuple[dict[str, Tensor], object]:
             for key, entry in stored.items()
             if key.startswith(f"state_dict.{prefix}") and isinstance(entry, TensorStorageMetadata)
         }
-        load(whole, checkpoint_id=str(path), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process runs alone, on purpose
+            load(whole, checkpoint_id=str(path), no_dist=True)
         weights = {key.removeprefix("state_dict."): value for key, value in whole.items()}
     elif path.is_file():
         meta = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

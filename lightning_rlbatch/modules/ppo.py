@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -172,6 +173,10 @@ class PPOModule(PPOUpdate):
         self.remove_padding = remove_padding
         self._collection_metrics: dict[str, float] = {}
         self._validation_sums: dict[str, float] = {}
+        # Outside the module tree, else the frozen copy would be half of every checkpoint.
+        self._frozen: dict[str, TokenScorer] = {}
+        self.critic: TokenScorer | None = None
+        self.rollout_group: dist.ProcessGroup | None = None
         check_ppo_options(self)
 
     # -- models ----------------------------------------------------------------------------------------------------------------
@@ -184,8 +189,6 @@ class PPOModule(PPOUpdate):
         if changed:
             rank_zero_warn(f"Dropout of the policy was set to 0 in {len(changed)} modules: with it the first probability ratio is not 1.")
         self.rollout_engine = self.build_engine(model)
-        # Outside the module tree, else the frozen copy would be half of every checkpoint.
-        self._frozen: dict[str, TokenScorer] = {}
         if self.reward_model_source is not None:
             self._frozen["reward_model"] = build_reward_scorer(
                 self.reward_model_source, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group
@@ -196,7 +199,6 @@ class PPOModule(PPOUpdate):
             reference.requires_grad_(False)
             self._frozen["reference"] = self._scorer(reference).eval()
         self.policy = self._scorer(model, value_head=self.critic_source == "shared")
-        self.critic = None
         if self.critic_source is not None and self.critic_source != "shared":
             # Values need no LM head, and an unused one would have no gradient.
             critic = cast(PreTrainedModel, load_model(self.critic_source).base_model)
