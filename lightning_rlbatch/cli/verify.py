@@ -153,7 +153,7 @@ def show(report: "ParityReport", console: Console) -> None:
     table.add_column("layout", no_wrap=True)
     for name in ("log-probs", "entropy", "gradient", "grad norm", "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("worst parameter")
+    table.add_column("worst parameter", overflow="fold")
     for row in report.rows:
         good = row.worst <= report.tolerance
         verdict = Text("same" if good else "DIFFERS", style="green" if good else "bold red")
