@@ -18,6 +18,7 @@ _HOMES = {
     "RolloutDataModule": "data",
     "SFTDataModule": "data",
     "SFTModule": "modules",
+    "TokenBudgetLoader": "data",
     "TokenBudgetSampler": "data",
     "callbacks": None,
 }

@@ -3,6 +3,7 @@
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.dumps import RolloutDump
 from lightning_rlbatch.data.indices import MicroBatchDataset, MicroBatchIndices, PlannedIndices
+from lightning_rlbatch.data.loader import TokenBudgetLoader
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.recording import RecordedRollouts
@@ -25,6 +26,7 @@ __all__ = [
     "RolloutDataModule",
     "RolloutDump",
     "SFTDataModule",
+    "TokenBudgetLoader",
     "TokenBudgetSampler",
     "stream_mini_batches",
 ]

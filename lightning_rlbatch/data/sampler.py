@@ -24,7 +24,7 @@ Item: TypeAlias = PlannedIndices | MicroBatchIndices
 class TokenBudgetSampler(DistributedSampler[Any]):
     """Yield planned mini-batches: seeded shuffle, own sharding, equal length on every rank.
 
-    Pass it as ``DataLoader(dataset, sampler=sampler, batch_size=None)``. It is a ``DistributedSampler``, so that a plain
+    Pass it as ``TokenBudgetLoader(dataset, sampler=sampler, batch_size=None)``, or to a ``DataLoader`` in the same way. It is a ``DistributedSampler``, so that a plain
     ``Trainer()`` neither replaces nor pads it and calls ``set_epoch``. Membership of mini-batches never depends on lengths; groups of
     ``group_size`` consecutive samples stay whole. All ranks compute the same plan from the same lengths, without communication.
 
@@ -160,6 +160,11 @@ class TokenBudgetSampler(DistributedSampler[Any]):
             for piece in pieces[self._position - number * steps :]:
                 self._position += 1  # before the yield: the state while an item is processed counts it as done
                 yield piece
+
+    @property
+    def start(self) -> int:
+        """Items that the next iteration leaves out, because a restored state counts them as done."""
+        return self._start
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; a position restored for another epoch is dropped."""

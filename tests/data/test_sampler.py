@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import pickle
 import warnings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_rlbatch.data.indices import MicroBatchDataset, MicroBatchIndices
+from lightning_rlbatch.data.loader import TokenBudgetLoader
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
 from lightning_rlbatch.functional.plan_input import OversizeWarning
 from lightning_rlbatch.testing import run_distributed
@@ -252,6 +254,60 @@ def test_gradients_under_a_plain_trainer_are_token_means_for_one_and_two_ranks()
     assert one[1] == pytest.approx(expected, rel=1e-6)
     for rank in two:
         assert rank[1] == pytest.approx(expected, rel=1e-6)
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAfter(pl.Callback):
+    """Saves a checkpoint after so many batches and ends the run as a crash would."""
+
+    def __init__(self, num_batches, path):
+        self.num_batches = num_batches
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.fit_loop.epoch_loop.batch_progress.total.processed == self.num_batches:
+            trainer.save_checkpoint(self.path)
+            raise Stop
+
+
+def _fit_and_resume(rank, world_size, stops, num_workers, path):
+    """Train three epochs, stopped after each of the given numbers of batches; return all that was seen, and the weight."""
+    seen, before = [], None
+    for stop in (*stops, None):
+        sampler = TokenBudgetSampler(LENGTHS, mini_batch_size=3, max_tokens_per_rank=10, flat=True, dp_size=world_size, dp_rank=rank)
+        loader = TokenBudgetLoader(MicroBatchDataset(Scalars(), collate), sampler=sampler, batch_size=None, num_workers=num_workers)
+        module = Mean()
+        callbacks = [] if stop is None else [StopAfter(stop, f"{path}/{stop}.ckpt")]
+        trainer = pl.Trainer(
+            max_epochs=3, accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+            accumulate_grad_batches=sampler.num_micro_steps,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*|.*barrier.*|.*Checkpoint directory.*|.*rank_zero.*")
+            with contextlib.suppress(Stop):
+                trainer.fit(module, loader, ckpt_path=before, weights_only=False)
+        before = f"{path}/{stop}.ckpt"
+        seen += module.seen
+    return seen, module.weight.item()
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 0), (1, 2)])
+def test_a_plain_trainer_resumes_inside_an_epoch_as_if_it_had_never_stopped(world_size, num_workers, tmp_path):
+    steps = TokenBudgetSampler(LENGTHS, mini_batch_size=3, max_tokens_per_rank=10, flat=True, dp_size=world_size, dp_rank=0).num_micro_steps
+    runs = [[], [steps, 5 * steps]]  # after one of three optimizer steps of the first epoch, after two of the second
+    whole, cut = (
+        run_distributed(_fit_and_resume, world_size, stops, num_workers, str(tmp_path), init_process_group=False) for stops in runs
+    )
+    assert cut == whole
+
+
+def test_a_loader_of_another_sampler_is_refused():
+    with pytest.raises(TypeError, match="needs a TokenBudgetSampler but got SequentialSampler"):
+        next(iter(TokenBudgetLoader([1, 2])))
 
 
 def _default_sizes(rank, world_size):
