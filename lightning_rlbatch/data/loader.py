@@ -1,7 +1,7 @@
 """A DataLoader over a `TokenBudgetSampler` that a plain ``Trainer`` saves and restores."""
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -45,4 +45,4 @@ class TokenBudgetLoader(DataLoader[Any]):
                 f"TokenBudgetLoader needs a TokenBudgetSampler but got {type(self.sampler).__name__}. "
                 "Pass sampler=TokenBudgetSampler(...) and batch_size=None."
             )
-        return cast(TokenBudgetSampler, self.sampler)
+        return self.sampler

@@ -24,9 +24,10 @@ Item: TypeAlias = PlannedIndices | MicroBatchIndices
 class TokenBudgetSampler(DistributedSampler[Any]):
     """Yield planned mini-batches: seeded shuffle, own sharding, equal length on every rank.
 
-    Pass it as ``TokenBudgetLoader(dataset, sampler=sampler, batch_size=None)``, or to a ``DataLoader`` in the same way. It is a ``DistributedSampler``, so that a plain
-    ``Trainer()`` neither replaces nor pads it and calls ``set_epoch``. Membership of mini-batches never depends on lengths; groups of
-    ``group_size`` consecutive samples stay whole. All ranks compute the same plan from the same lengths, without communication.
+    Pass it as ``TokenBudgetLoader(dataset, sampler=sampler, batch_size=None)``, or to a ``DataLoader`` in the same way. It is a
+    ``DistributedSampler``, so that a plain ``Trainer()`` neither replaces nor pads it and calls ``set_epoch``. Membership of mini-batches
+    never depends on lengths; groups of ``group_size`` consecutive samples stay whole. All ranks compute the same plan from the same
+    lengths, without communication.
 
     **Default form.** One item is one mini-batch, one optimizer step: a `PlannedIndices` with this rank's micro-batches.
 

@@ -6,6 +6,7 @@ from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
 from lightning_rlbatch.models.probe import check_heads, check_model
 from lightning_rlbatch.models.scorer import TokenScorer, TokenScores, ValueHead
 from lightning_rlbatch.models.scoring import token_log_probs
+from lightning_rlbatch.models.workload import model_workload_coefficient
 
 __all__ = [
     "PackedAttention",
@@ -15,6 +16,7 @@ __all__ = [
     "attach_packed_attention",
     "check_heads",
     "check_model",
+    "model_workload_coefficient",
     "packed_model_kwargs",
     "select_attention",
     "token_log_probs",

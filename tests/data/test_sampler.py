@@ -256,7 +256,7 @@ def test_gradients_under_a_plain_trainer_are_token_means_for_one_and_two_ranks()
         assert rank[1] == pytest.approx(expected, rel=1e-6)
 
 
-class Stop(Exception):
+class StopError(Exception):
     pass
 
 
@@ -270,7 +270,7 @@ class StopAfter(pl.Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.fit_loop.epoch_loop.batch_progress.total.processed == self.num_batches:
             trainer.save_checkpoint(self.path)
-            raise Stop
+            raise StopError
 
 
 def _fit_and_resume(rank, world_size, stops, num_workers, path):
@@ -288,7 +288,7 @@ def _fit_and_resume(rank, world_size, stops, num_workers, path):
         )  # fmt: skip
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*|.*barrier.*|.*Checkpoint directory.*|.*rank_zero.*")
-            with contextlib.suppress(Stop):
+            with contextlib.suppress(StopError):
                 trainer.fit(module, loader, ckpt_path=before, weights_only=False)
         before = f"{path}/{stop}.ckpt"
         seen += module.seen
