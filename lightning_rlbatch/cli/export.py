@@ -74,13 +74,15 @@ def read_model(path: Path, prefix: str) -> tuple[dict[str, Tensor], object]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process runs alone, on purpose
             load(whole, checkpoint_id=str(path), no_dist=True)
         weights = {key.removeprefix("state_dict."): value for key, value in whole.items()}
+        names = [key.removeprefix("state_dict.") for key in stored if key.startswith("state_dict.")]
     elif path.is_file():
         meta = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         weights = meta["state_dict"]
+        names = list(weights)
     else:
         raise FileNotFoundError(f"no checkpoint at {path}: expected a file, or a folder with {METADATA}")
     state = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not state:
-        roots = sorted({name.split(".")[0] for name in weights})
+        roots = sorted({name.split(".")[0] for name in names})
         raise ValueError(f"{path} holds no weights under {prefix!r}, only under {roots}. Pass --prefix.")
     return state, meta.get("hyper_parameters", {}).get("policy")
