@@ -22,9 +22,9 @@ class Holder:
 
     def __init__(
         self,
-        loss: PolicyLoss = PPOClip(),  # noqa: B008 - frozen, so that a shared default cannot change
-        estimator: AdvantageEstimator = GAE(),  # noqa: B008
-        kl: KLController = FixedKL(),  # noqa: B008
+        loss: PolicyLoss = PPOClip(),
+        estimator: AdvantageEstimator = GAE(),
+        kl: KLController = FixedKL(),
     ) -> None:
         self.loss, self.estimator, self.kl = loss, estimator, kl
 
