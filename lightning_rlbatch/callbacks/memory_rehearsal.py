@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
@@ -11,6 +12,7 @@ from typing_extensions import override
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.plan import BatchPlan
+from lightning_rlbatch.modules.base import RLBatchModule
 
 
 class MemoryRehearsal(Callback):
@@ -40,6 +42,11 @@ class MemoryRehearsal(Callback):
     def on_train_batch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int) -> None:
         if self.num_tokens is not None or not isinstance(batch, MiniBatch) or batch.plan is None:
             return
+        if not isinstance(pl_module, RLBatchModule):
+            raise MisconfigurationException(
+                f"MemoryRehearsal needs a module that knows how to train on micro-batches, such as PPOModule or SFTModule (any"
+                f" RLBatchModule), but got {type(pl_module).__name__}."
+            )
         lengths = heaviest_micro_batch(batch.plan, self._longest(trainer, batch.plan))
         self.num_tokens = sum(lengths)
         heavy = rehearsal_batch(batch.micro_batches[0], lengths)
@@ -60,9 +67,9 @@ class MemoryRehearsal(Callback):
             )
 
     @staticmethod
-    def _run(module: Any, batch: MiniBatch) -> None:
+    def _run(module: RLBatchModule, batch: MiniBatch) -> None:
         """Do what a training step does before its optimizer step, and forget the gradients."""
-        module._accumulate_gradients(batch, module.count(batch))
+        module.accumulate_gradients(batch, module.count(batch))
         for parameter in module.parameters():
             parameter.grad = None
 

@@ -43,7 +43,7 @@ def contiguous_plan(plan: BatchPlan) -> BatchPlan:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OversizeWarning)  # the plan itself has warned
-        return plan_mini_batch(
+        blocks = plan_mini_batch(
             plan.lengths,
             dp_size=plan.dp_size,
             sp_size=plan.sp_size,
@@ -54,6 +54,17 @@ def contiguous_plan(plan: BatchPlan) -> BatchPlan:
             oversize="isolate",
             balance=False,
         )
+    # Weighed as the plan is, whatever coefficient that was made with: blocks do not depend on it.
+    return BatchPlan(
+        blocks.assignment,
+        plan.lengths,
+        plan.workloads,
+        sp_size=plan.sp_size,
+        max_tokens_per_rank=plan.max_tokens_per_rank,
+        micro_batch_size=plan.micro_batch_size,
+        group_size=plan.group_size,
+        padded=plan.padded,
+    )
 
 
 def batch_plan_picture(plan: BatchPlan, path: str | os.PathLike[str], *, title: str | None = None) -> None:

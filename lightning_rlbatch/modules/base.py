@@ -196,13 +196,21 @@ class RLBatchModule(pl.LightningModule):
                 " Use RolloutDataModule, ReplayDataModule or SFTDataModule, or yield MiniBatch from your own loader."
             )
         denominators = self.count(batch)
-        sums = self._accumulate_gradients(batch, denominators)
+        sums = self.accumulate_gradients(batch, denominators)
         self._empty_step = bool(denominators.num_tokens == 0)
         self._optimizer_step()
         self._log_step(sums, batch, denominators)
 
-    def _accumulate_gradients(self, batch: MiniBatch, denominators: Denominators) -> dict[str, Tensor | float]:
-        """Run every micro-batch forward and backward; return the sums of metrics."""
+    def accumulate_gradients(self, batch: MiniBatch, denominators: Denominators) -> dict[str, Tensor | float]:
+        """Run every micro-batch of this rank forward and backward, all ranks together; gradients are synchronised at the end.
+
+        Args:
+            batch: This rank's part.
+            denominators: Counts of the whole mini-batch, from :meth:`count`.
+
+        Returns:
+            This rank's sums of metrics, as :func:`accumulate` makes them.
+        """
         scale = gradient_scale(self.meshes, averages_over(self.trainer))
         sums: dict[str, Tensor | float] = {}
         passes = self.backward_passes(batch, denominators)

@@ -87,3 +87,13 @@ def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch, tmp_pa
     plan = plan_mini_batch([3, 4], dp_size=1, max_tokens_per_rank=8)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-rlbatch\[examples\]'"):
         batch_plan_picture(plan, tmp_path / "plan.png")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_gain_over_contiguous_blocks_is_measured_with_the_plans_own_workloads(padded):
+    cut = {"dp_size": 4, "max_tokens_per_rank": 4096, "coefficient": 100, "padded": padded}  # long samples cost far more than by default
+    blocks = plan_mini_batch(lengths(40), balance=False, **cut)
+    before = contiguous_plan(plan_mini_batch(lengths(40), **cut))
+    assert before.assignment == blocks.assignment
+    assert before.step_workload() == blocks.step_workload()
+    assert before.efficiency() == blocks.efficiency()
