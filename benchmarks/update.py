@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cap", type=int, default=1600, help="most tokens of a response")
     made.add_argument("--ranks", type=int, default=1)
     made.add_argument("--repeats", type=int, default=1, help="optimizer steps of which the median is taken")
-    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--seed", type=int, default=9, help="the default makes the log-normal lengths fill 32% of their padding")
     return made
 
 
