@@ -43,28 +43,27 @@ def contiguous_plan(plan: BatchPlan) -> BatchPlan:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OversizeWarning)  # the plan itself has warned
-        blocks = plan_mini_batch(
+        return plan_mini_batch(
             plan.lengths,
             dp_size=plan.dp_size,
             sp_size=plan.sp_size,
             max_tokens_per_rank=plan.max_tokens_per_rank,
             micro_batch_size=plan.micro_batch_size,
+            coefficient=_coefficient(plan),
             group_size=plan.group_size,
             padded=plan.padded,
             oversize="isolate",
             balance=False,
         )
-    # Weighed as the plan is, whatever coefficient that was made with: blocks do not depend on it.
-    return BatchPlan(
-        blocks.assignment,
-        plan.lengths,
-        plan.workloads,
-        sp_size=plan.sp_size,
-        max_tokens_per_rank=plan.max_tokens_per_rank,
-        micro_batch_size=plan.micro_batch_size,
-        group_size=plan.group_size,
-        padded=plan.padded,
-    )
+
+
+def _coefficient(plan: BatchPlan) -> int:
+    """Return the coefficient that the plan's workloads were made with: workload = coefficient * length + length**2."""
+    if not plan.num_samples:
+        return 0
+    longest = int(np.argmax(plan.lengths))
+    length = int(plan.lengths[longest])
+    return max(0, int(plan.workloads[longest]) // length - length) if length else 0
 
 
 def batch_plan_picture(plan: BatchPlan, path: str | os.PathLike[str], *, title: str | None = None) -> None:

@@ -49,7 +49,8 @@ def stream_mini_batches(
         Micro-batches of one mini-batch; ``[]`` is a filler.
 
     Raises:
-        ValueError: A setting is out of range, or a sample exceeds the budget.
+        ValueError: A setting is out of range, a sample exceeds the budget, or another rank failed. A rank whose stream or ``length_of``
+            raises gets its own exception.
 
     Example:
         >>> list(stream_mini_batches(["abc", "de", "f"], len, samples_per_rank=2, group=None, max_tokens_per_rank=4))
@@ -65,16 +66,18 @@ def stream_mini_batches(
     )
     stream = iter(samples)
     while True:
-        mine = list(islice(stream, samples_per_rank))
-        lengths = [length_of(sample) for sample in mine]
-        error: ValueError | None = None
-        try:
+        mine: list[Sample] = []
+        lengths: list[int] = []
+        error: Exception | None = None
+        try:  # whatever fails here fails on one rank, and the others wait for its number
+            mine = list(islice(stream, samples_per_rank))
+            lengths = [length_of(sample) for sample in mine]
             local = count_micro_steps(lengths, **cap) if mine else 0
-        except ValueError as caught:
+        except Exception as caught:
             error, local = caught, FAILED
         steps = max_num_micro_steps(local, group)
         if steps == FAILED:
-            raise error or ValueError("Another rank of the data-parallel group could not cut its samples; its own message says why.")
+            raise error or ValueError("Another rank of the data-parallel group could not read or cut its samples; its own message says why.")
         if steps == 0:
             return
         yield [[mine[i] for i in bucket] for bucket in plan_rank(lengths, num_micro_steps=steps, **cap)]

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from lightning_rlbatch.distributed.reductions import collective_device
+
 
 def max_num_micro_steps(local: int, group: dist.ProcessGroup | None) -> int:
     """Return the largest local number of micro-steps in a process group.
@@ -24,7 +26,6 @@ def max_num_micro_steps(local: int, group: dist.ProcessGroup | None) -> int:
         raise ValueError(f"`local` must not be negative but got {local}.")
     if not dist.is_available() or not dist.is_initialized():
         return local
-    on_gpu = dist.get_backend(group) == "nccl"
-    count = torch.tensor([local], dtype=torch.int64, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+    count = torch.tensor([local], dtype=torch.int64, device=collective_device(dist.group.WORLD if group is None else group))
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
     return int(count.item())

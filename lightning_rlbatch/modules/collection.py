@@ -80,6 +80,7 @@ class RolloutCollector:
         rollouts = self.sampler.sample_until_useful(sampling, self.module.max_sampling_rounds)
         if self.module.advantage.needs_baseline_rewards:
             self.sampler.greedy_baselines(rollouts, sampling)
+        self.module.rollout_engine.sleep()  # its memory belongs to scoring and the update now
         return rollouts
 
     def _score_with_model(self, scorer: TokenScorer, rollouts: list[Rollout], options: BatchingOptions) -> None:

@@ -1,5 +1,6 @@
 """RL post-training of a language model: collect rollouts, then update on planned mini-batches."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -194,8 +195,8 @@ class PPOModule(PPOUpdate):
                 self.reward_model_source, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group
             )
         if self.kl_coefficient > 0 or self.kl_reward is not None:
-            reference = load_model(self.policy_source)
-            disable_dropout(reference)
+            # A copy, since a source that draws weights at random would make another model the second time.
+            reference = copy.deepcopy(model)
             reference.requires_grad_(False)
             self._frozen["reference"] = self._scorer(reference).eval()
         self.policy = self._scorer(model, value_head=self.critic_source == "shared")
@@ -385,6 +386,7 @@ class PPOModule(PPOUpdate):
 
     @override
     def on_validation_epoch_end(self) -> None:
+        self.rollout_engine.sleep()
         metrics = reward_metrics(all_reduce_sums(self._validation_sums, self.meshes.world_group), "val/")
         # sync_dist only keeps Lightning from warning: the values are global already, equal on every rank.
         self.log_dict(metrics, batch_size=1, sync_dist=True)

@@ -56,6 +56,30 @@ def call_rewards(
     return totals, by_name
 
 
+def check_rewards(totals: Sequence[float], by_name: Mapping[str, Sequence[float]], names: Sequence[str], num_completions: int) -> None:
+    """Check what a ``compute_rewards`` of a user's own returned; communicates with nobody.
+
+    Args:
+        totals: Reward of each completion.
+        by_name: Each function's own rewards.
+        names: Names that ``by_name`` must have, in this order: metrics are made of them on every rank.
+        num_completions: Of this rank.
+
+    Raises:
+        ValueError: Too few or too many rewards, other names, or a reward that is infinite.
+    """
+    if num_completions and list(by_name) != list(names):
+        raise ValueError(
+            f"compute_rewards must return the rewards of each function by name, {list(names)} in this order, but returned"
+            f" {list(by_name)}. Names of your own go into the attribute reward_names."
+        )
+    for name, rewards in (("in all", totals), *by_name.items()):
+        if len(rewards) != num_completions:
+            raise ValueError(f"compute_rewards returned {len(rewards)} rewards ({name}) for {num_completions} completions. Return one each.")
+        if any(math.isinf(reward) for reward in rewards):
+            raise ValueError(f"compute_rewards returned an infinite reward ({name}). Return finite numbers, or NaN for no verdict.")
+
+
 def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
     """Return a name for each function, different ones for different functions."""
     names = [_name(function) for function in functions]

@@ -17,6 +17,7 @@ from lightning_rlbatch.distributed.reductions import all_gather_rows
 from lightning_rlbatch.functional.filters import zero_variance_groups
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.progress import rollout_progress
+from lightning_rlbatch.modules.rewards import check_rewards
 from lightning_rlbatch.modules.turns import Response, ResponseSampler, texts
 from lightning_rlbatch.rollout.engine import Completion, SamplingParams, rollout_seed
 
@@ -140,6 +141,7 @@ class RolloutSampler:
                 completion_ids=[response.token_ids for response in responses],
                 columns=told.columns,
             )
+            check_rewards(totals, by_name, module.reward_names, len(responses))
             components = list(zip(*by_name.values())) or [()] * len(responses)  # no reward function beside a reward model
             return [
                 Rollout(prompts.prompt_ids[response.prompt], response.completion, reward, list(parts), sampled=response.sampled)

@@ -39,3 +39,24 @@ def test_an_oversize_sample_on_one_rank_is_an_error_on_all():
     texts = run_distributed(_oversize, 2)
     assert "Sample 0 has 8 tokens but a micro-batch may hold 4" in texts[0]
     assert "Another rank of the data-parallel group" in texts[1]
+
+
+def _unreadable(rank, world_size):
+    def samples():
+        yield "a"
+        if rank == 1:
+            raise OSError("the file of this rank is damaged")
+        yield "b"
+
+    batches = stream_mini_batches(samples(), len, samples_per_rank=2, group=dist.group.WORLD, max_tokens_per_rank=4)
+    with pytest.raises((OSError, ValueError)) as caught:
+        next(batches)
+    return type(caught.value), str(caught.value)
+
+
+def test_a_stream_that_breaks_on_one_rank_is_an_error_on_all():
+    (peer, peer_text), (own, own_text) = run_distributed(_unreadable, 2)
+    assert own is OSError
+    assert "file of this rank is damaged" in own_text
+    assert peer is ValueError
+    assert "Another rank of the data-parallel group could not read" in peer_text

@@ -1,0 +1,106 @@
+"""What happens around rollouts: the engine's memory, the reference model, rewards of a module's own."""
+
+import pytest
+import torch
+from helpers import ScriptedEngine, ScriptedPPO, ToyTokenizer, make_trainer, prompts, tiny_llama, varied_reward
+from transformers import LlamaForCausalLM
+
+from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.functional import ReMax
+from lightning_rlbatch.testing import run_distributed
+
+SIZES = {"train_batch_size": 2, "mini_batch_size": 2, "rollouts_per_prompt": 2, "max_prompt_length": 1, "max_response_length": 7}
+
+
+def data_module(**options):
+    return RolloutDataModule(lambda: prompts("gf"), ToyTokenizer(), **{"max_tokens_per_rank": 8, **SIZES, **options})
+
+
+class NotingEngine(ScriptedEngine):
+    """Notes what it is told to do."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, requests, sampling, on_progress=None):
+        self.calls.append("generate")
+        return super().generate(requests, sampling, on_progress)
+
+    def update_weights(self, weights):
+        super().update_weights(weights)
+        self.calls.append("update_weights")
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self):
+        self.calls.append("wake")
+
+
+class NotingPPO(ScriptedPPO):
+    """PPO that notes its optimizer steps among the engine's calls."""
+
+    def build_engine(self, model):
+        return NotingEngine()
+
+    def training_step(self, batch, batch_idx):
+        self.rollout_engine.calls.append("step")
+        super().training_step(batch, batch_idx)
+
+
+def test_the_engine_sleeps_while_the_policy_is_scored_and_updated():
+    def fn(rank, world_size):
+        module = NotingPPO(tiny_llama, [varied_reward], advantage=ReMax())
+        data = data_module(val_prompts=lambda: prompts("a"))
+        make_trainer(world_size, max_epochs=2, limit_val_batches=1.0, num_sanity_val_steps=0).fit(module, datamodule=data)
+        return module.rollout_engine.calls
+
+    training = ["wake", "update_weights", "generate", "generate", "sleep", "step"]  # the second time for the greedy baseline
+    validation = ["wake", "update_weights", "generate", "sleep"]
+    assert run_distributed(fn, 1, init_process_group=False) == [2 * (training + validation)]
+
+
+def random_llama():
+    """Other weights at every call."""
+    return LlamaForCausalLM(tiny_llama().config)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_reference_is_a_copy_of_the_policy_also_where_its_source_draws_weights_at_random(world_size):
+    def fn(rank, world_size):
+        torch.manual_seed(7)
+        module = ScriptedPPO(random_llama, [varied_reward], kl_coefficient=0.1)
+        trainer = make_trainer(world_size, max_steps=1)
+        trainer.fit(module, datamodule=data_module())
+        return float(trainer.callback_metrics["kl/reference"])
+
+    assert run_distributed(fn, world_size, init_process_group=False) == pytest.approx([0.0] * world_size, abs=1e-6)
+
+
+def returned(totals, by_name):
+    """Return the error of a module whose own compute_rewards returns this for two completions."""
+
+    class Own(ScriptedPPO):
+        def compute_rewards(self, **told):
+            return totals, by_name
+
+    def fn(rank, world_size):
+        with pytest.raises(ValueError, match="compute_rewards") as caught:
+            make_trainer(1, max_steps=1).fit(Own(tiny_llama, [varied_reward]), datamodule=data_module(train_batch_size=1, mini_batch_size=1))
+        return str(caught.value)
+
+    (text,) = run_distributed(fn, 1, init_process_group=False)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("totals", "by_name", "words"),
+    [
+        ([1.0], {"varied_reward": [1.0, 2.0]}, "1 rewards (in all) for 2 completions"),
+        ([1.0, 2.0], {"varied_reward": [1.0]}, "1 rewards (varied_reward) for 2 completions"),
+        ([1.0, 2.0], {"mine": [1.0, 2.0]}, "['varied_reward'] in this order, but returned ['mine']"),
+        ([1.0, float("inf")], {"varied_reward": [1.0, 2.0]}, "infinite reward (in all)"),
+    ],
+)
+def test_wrong_rewards_of_a_modules_own_are_refused_with_their_numbers(totals, by_name, words):
+    assert words in returned(totals, by_name)
