@@ -96,16 +96,19 @@ def _check_ranks(run: RunConfig) -> Findings:
 
 def _check_budget_holds_a_sample(run: RunConfig) -> Findings:
     longest = run.longest_sample
+    scored = BUDGETS[1] if run.data.number(BUDGETS[1]) is not None else BUDGETS[0]
     for name in BUDGETS:
         budget = run.data.number(name)
-        if budget is None or longest is None or run.data.get("oversize") != "error" or budget * run.sp_size >= longest:
+        # A reward model reads one token behind the response.
+        one_more = name == scored and run.model.get("reward_model") is not None
+        if budget is None or longest is None or run.data.get("oversize") != "error" or budget * run.sp_size >= longest + one_more:
             continue
         yield refused(
             name,
-            text=f"A sample may have {longest} tokens (max_prompt_length={run.data.get('max_prompt_length')} + max_response_length="
-            f"{run.data.get('max_response_length')}) but a micro-batch holds {budget * run.sp_size} ({name}={budget} x"
-            f" sequence_parallel_size={run.sp_size}). Raise {name} to {-(-longest // run.sp_size)}, raise sequence_parallel_size, lower"
-            " the lengths, or set oversize to isolate.",
+            text=f"A sample may have {longest + one_more} tokens (max_prompt_length={run.data.get('max_prompt_length')} +"
+            f" max_response_length={run.data.get('max_response_length')}{' + 1 for the reward model' * one_more}) but a micro-batch holds"
+            f" {budget * run.sp_size} ({name}={budget} x sequence_parallel_size={run.sp_size}). Raise {name} to"
+            f" {-(-(longest + one_more) // run.sp_size)}, raise sequence_parallel_size, lower the lengths, or set oversize to isolate.",
         )
     budgets = [run.data.number(name) for name in BUDGETS if run.data.get(name) is not None]
     if run.data.changed("oversize"):

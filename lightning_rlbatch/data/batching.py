@@ -123,6 +123,24 @@ class BatchingOptions:
         )
 
 
+def check_critic_options(options: BatchingOptions, module: object) -> None:
+    """Refuse a budget of the critic where there is no critic to cut for.
+
+    Args:
+        options: Of the data module.
+        module: The module that trains; its ``critic_source`` is looked at.
+
+    Raises:
+        ValueError: The module has no critic, or one that shares the policy's trunk.
+    """
+    critic = getattr(module, "critic_source", None)
+    if options.cuts_critic and critic in (None, "shared"):
+        raise ValueError(
+            "critic_max_tokens_per_rank and critic_micro_batch_size need a critic with a trunk of its own, but the module's critic is"
+            f" {critic!r}. Set critic, or remove the option."
+        )
+
+
 def mini_batch_members(num_prompts: int, mini_batch_size: int, *, seed: int, iteration: int, epoch: int) -> list[list[int]]:
     """Split an iteration's prompts into mini-batches: a seeded shuffle that never looks at lengths.
 

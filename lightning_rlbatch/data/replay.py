@@ -9,12 +9,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_rlbatch.data.batching import BatchingOptions, mini_batch_members
+from lightning_rlbatch.data.batching import BatchingOptions, check_critic_options, mini_batch_members
 from lightning_rlbatch.data.dumps import RolloutDump
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompt_reading import TokenizerSource, load_tokenizer
 from lightning_rlbatch.data.recording import RecordedRollouts, gather_recorded_table
-from lightning_rlbatch.data.rollout import Position
+from lightning_rlbatch.data.rollout_loader import Position
 from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
@@ -183,18 +183,12 @@ class ReplayDataModule(pl.LightningDataModule):
         module = self.trainer.lightning_module
         if self.rescore and not isinstance(module, ScoresRollouts):
             raise TypeError(f"rescore needs a module with score_rollouts, such as PPOModule, but got {type(module).__name__}.")
-        self._check_critic_budget(module)
+        check_critic_options(self.options, module)
         if not self.rescore:
             for iteration in self.source.iterations:
                 self._check_fields(module, self.source.schema(iteration), iteration)
         options = dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True))
         return ReplayLoader(self, module, options, meshes_of(self.trainer))
-
-    def _check_critic_budget(self, module: "pl.LightningModule") -> None:
-        if self.options.cuts_critic and getattr(module, "critic_source", None) in (None, "shared"):
-            raise ValueError(
-                "critic_max_tokens_per_rank and critic_micro_batch_size need a critic with a trunk of its own. Remove the option."
-            )
 
     def _check_fields(self, module: "pl.LightningModule", schema: Schema, iteration: int) -> None:
         needed = ["old_log_probs", "advantages"]

@@ -1,44 +1,21 @@
 """The DataModule of RL: prompts in, planned mini-batches of fresh rollouts out."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+import zlib
+from array import array
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_rlbatch.data.batching import BatchingOptions, mini_batch_members
-from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.batching import BatchingOptions, check_critic_options, mini_batch_members
 from lightning_rlbatch.data.prompt_reading import PromptSource, TokenizerSource, load_tokenizer, read_prompts
 from lightning_rlbatch.data.prompts import PromptBatch
-from lightning_rlbatch.data.store import RolloutStore
-from lightning_rlbatch.strategies.access import check_collectives
-
-
-@runtime_checkable
-class CollectsRollouts(Protocol):
-    """What the loader asks of the module."""
-
-    def collect_rollouts(
-        self, prompts: PromptBatch, iteration: int, mini_batches: Sequence[Sequence[int]], options: BatchingOptions
-    ) -> RolloutStore:
-        """Sample, reward and score the rollouts of one iteration."""
-
-
-@dataclasses.dataclass
-class Position:
-    """Where training stands in its data; independent of rank and world size.
-
-    Attributes:
-        iteration: Current RL iteration.
-        mini_batch: Mini-batches of it that were handed out.
-    """
-
-    iteration: int = 0
-    mini_batch: int = 0
+from lightning_rlbatch.data.rollout_loader import CollectsRollouts, Position, PromptLoader, RolloutLoader
+from lightning_rlbatch.distributed.failure import fail_together
+from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
+from lightning_rlbatch.strategies.access import meshes_of
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -154,24 +131,34 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        if self._train is None:
+        if self._train is not None:
+            return
+        group = None if self.trainer is None else meshes_of(self.trainer).world_group
+        with fail_together(group, "reading prompts"):
             self.tokenizer = load_tokenizer(self.tokenizer_source)
             self._check_budget()
             self._train = self._read(self.train_source, self.rollouts_per_prompt, "train_prompts")
             if self.val_source is not None:
                 self._val = self._read(self.val_source, self.val_rollouts_per_prompt, "val_prompts")
+        # A group's rollouts come from several ranks: a source that is random, or a file that differs, would mix prompts silently.
+        CollectiveCheck(group)("reading prompts", train_prompts=_checksums(self._train), val_prompts=_checksums(self._val))
 
     def _check_budget(self) -> None:
         strategy = self.trainer.strategy if self.trainer is not None else None
+        module = self.trainer.lightning_module if self.trainer is not None else None
         sp_size = getattr(strategy, "sequence_parallel_size", 1)
-        longest = self.max_prompt_length + self.max_response_length
+        # A reward model reads one token behind the response; forward-only passes have the update's budget unless they have their own.
+        scored = "log_prob_max_tokens_per_rank" if self.options.log_prob_max_tokens_per_rank is not None else "max_tokens_per_rank"
         for name in ("max_tokens_per_rank", "log_prob_max_tokens_per_rank", "critic_max_tokens_per_rank"):
             budget = getattr(self.options, name)
+            one_more = name == scored and getattr(module, "reward_model_source", None) is not None
+            longest = self.max_prompt_length + self.max_response_length + one_more
             if budget is not None and self.options.oversize == "error" and budget * sp_size < longest:
                 raise ValueError(
                     f"A sample may have {longest} tokens (max_prompt_length={self.max_prompt_length} + max_response_length="
-                    f"{self.max_response_length}) but a micro-batch holds {budget * sp_size} ({name}={budget} x sequence_parallel_size="
-                    f"{sp_size}). Raise the budget or sequence_parallel_size, lower the lengths, or set oversize='isolate'."
+                    f"{self.max_response_length}{' + 1 for the reward model' * one_more}) but a micro-batch holds {budget * sp_size}"
+                    f" ({name}={budget} x sequence_parallel_size={sp_size}). Raise the budget or sequence_parallel_size, lower the"
+                    " lengths, or set oversize='isolate'."
                 )
 
     def _read(self, source: PromptSource, rollouts_per_prompt: int, name: str) -> PromptBatch:
@@ -232,13 +219,7 @@ class RolloutDataModule(pl.LightningDataModule):
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not isinstance(module, CollectsRollouts):
             raise TypeError(f"RolloutDataModule needs a module with collect_rollouts, such as PPOModule, but got {type(module).__name__}.")
-        if self.options.cuts_critic and getattr(module, "critic_source", None) in (None, "shared"):
-            raise ValueError(
-                "critic_max_tokens_per_rank and critic_micro_batch_size need a critic with a trunk of its own, but the module's critic is"
-                f" {getattr(module, 'critic_source', None)!r}. Set critic, or remove the option."
-            )
-        if self.options.cuts_critic and isinstance(self.trainer.strategy, DDPStrategy):
-            raise ValueError("DDP reduces policy and critic together, so they need the same micro-batches. Use strategy='rlbatch_fsdp'.")
+        check_critic_options(self.options, module)
         return RolloutLoader(self, module, dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True)))
 
     @override
@@ -257,105 +238,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self.position = Position(iteration=state_dict["iteration"], mini_batch=state_dict["mini_batch"])
 
 
-class PromptLoader:
-    """Hands out prompts in order, the same on every rank: ranks share the rollouts of a batch, not the batches.
-
-    So every rank runs the same number of validation steps, whatever the number of prompts and ranks.
-
-    Args:
-        prompts: All prompts.
-        batch_size: Prompts per step over all ranks.
-    """
-
-    def __init__(self, prompts: PromptBatch, batch_size: int) -> None:
-        self._prompts = prompts
-        self._batch_size = batch_size
-
-    def __len__(self) -> int:
-        """Return the number of steps."""
-        return -(-len(self._prompts) // self._batch_size)
-
-    def __iter__(self) -> Iterator[PromptBatch]:
-        """Yield the batches."""
-        for start in range(0, len(self._prompts), self._batch_size):
-            yield self._prompts.select(range(start, min(start + self._batch_size, len(self._prompts))))
-
-
-class RolloutLoader:
-    """Hands out one iteration per pass; collects its rollouts when the first mini-batch is asked for.
-
-    It has a length, so Lightning does not fetch ahead (rollouts would be one optimizer step stale), and no state of its own:
-    the position lives in the data module, advanced before each mini-batch leaves, so that a checkpoint taken after a step
-    points behind it.
-
-    Args:
-        data: The data module.
-        module: What collects rollouts.
-        options: How to cut.
-    """
-
-    def __init__(self, data: RolloutDataModule, module: CollectsRollouts, options: BatchingOptions) -> None:
-        self._data = data
-        self._module = module
-        self._options = options
-        self._said_cut = False
-
-    def __len__(self) -> int:
-        """Return the optimizer steps per iteration, the same for every iteration."""
-        return self._data.ppo_epochs * self._data.num_mini_batches
-
-    def __iter__(self) -> Iterator[MiniBatch]:
-        """Yield the mini-batches that the current iteration still owes."""
-        data, position = self._data, self._data.position
-        iteration, first = position.iteration, position.mini_batch
-        members = data.mini_batches_of(iteration)[: self._limit()]
-        if first:
-            rank_zero_warn(
-                f"Resuming inside iteration {iteration}: the prompts of its remaining {len(members) - first} mini-batches are rolled out"
-                " again with the restored policy. Statistics over the whole iteration (whitening) see these prompts only."
-            )
-        remaining = members[first:]
-        needed = sorted({prompt for part in remaining for prompt in part})
-        place = {prompt: index for index, prompt in enumerate(needed)}
-        batches = [[place[prompt] for prompt in part] for part in remaining]
-        placed = _first_uses(batches)
-        if data.trainer is not None:
-            check_collectives(data.trainer, "collect rollouts", iteration=iteration, prompts=needed, mini_batches=batches)
-        store = self._module.collect_rollouts(data.iteration_prompts(iteration).select(needed), iteration, placed, self._options)
-        for offset, part in enumerate(batches, start=1):
-            position.mini_batch = first + offset
-            if position.mini_batch == len(members):
-                position.iteration, position.mini_batch = iteration + 1, 0
-            yield store.mini_batch(store.table.ids_of_prompts(part))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: tells Lightning that the loader can resume, while the position lives in the data module."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Ignore the empty state."""
-
-    def _limit(self) -> int:
-        """Return the mini-batches of an iteration that the Trainer lets through; what it cuts off is never rolled out."""
-        trainer: Any = self._data.trainer
-        allowed = len(self) if trainer is None else int(min(trainer.num_training_batches, len(self)))
-        if 0 < allowed < len(self) and not self._said_cut and trainer is not None and not trainer.fast_dev_run:
-            self._said_cut = True
-            rank_zero_warn(
-                f"The Trainer takes {allowed} of the {len(self)} mini-batches of each iteration (limit_train_batches or overfit_batches):"
-                " the prompts of the others are neither rolled out nor trained on. Lower train_batch_size or ppo_epochs to train on all."
-            )
-        return allowed or len(self)
-
-
-def _first_uses(batches: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return mini-batches that hold every prompt exactly once: the leading ones without repetition, and one of all others."""
-    seen: set[int] = set()
-    leading: list[list[int]] = []
-    for part in batches:
-        if seen.intersection(part):
-            break
-        seen.update(part)
-        leading.append(list(part))
-    others = sorted({prompt for part in batches for prompt in part} - seen)
-    return [*leading, others] if others else leading
+def _checksums(prompts: PromptBatch | None) -> list[int] | None:
+    """Return a number for each prompt's token ids, to compare between ranks."""
+    return None if prompts is None else [zlib.crc32(array("q", ids).tobytes()) for ids in prompts.prompt_ids]

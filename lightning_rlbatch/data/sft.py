@@ -12,6 +12,8 @@ from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.indices import PlannedIndices
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
+from lightning_rlbatch.distributed.failure import fail_together
+from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.strategies.access import meshes_of
 
@@ -120,12 +122,14 @@ class SFTDataModule(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        group = None if self.trainer is None else meshes_of(self.trainer).world_group
         for name, source in (("train", self.train_source), ("val", self.val_source)):
             if source is not None and name not in self._loaded:
-                dataset: Any = source if hasattr(source, "__getitem__") else source()
-                samples = [dataset[index] for index in range(len(dataset))]
-                scored = [int(torch.as_tensor(sample["response_mask"]).sum()) for sample in samples]
-                self._loaded[name] = (dataset, [len(sample["input_ids"]) for sample in samples], scored)
+                with fail_together(group, f"reading {name}_dataset"):
+                    self._loaded[name] = _measured(source)
+                _, lengths, scored = self._loaded[name]
+                # Every rank plans by itself: plans from different lengths would not fit each other.
+                CollectiveCheck(group)(f"reading {name}_dataset", lengths=lengths, num_trained_tokens=scored)
 
     def _sampler(self, name: str, *, shuffle: bool) -> TokenBudgetSampler:
         _, lengths, num_tokens = self._loaded[name]
@@ -184,3 +188,11 @@ class SFTDataModule(pl.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
+
+
+def _measured(source: DatasetSource) -> tuple[Any, list[int], list[int]]:
+    """Return a dataset with the number of tokens, and of trained tokens, of each sample."""
+    dataset: Any = source if hasattr(source, "__getitem__") else source()
+    samples = [dataset[index] for index in range(len(dataset))]
+    scored = [int(torch.as_tensor(sample["response_mask"]).sum()) for sample in samples]
+    return dataset, [len(sample["input_ids"]) for sample in samples], scored

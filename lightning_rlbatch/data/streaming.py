@@ -77,7 +77,7 @@ def stream_mini_batches(
             error, local = caught, FAILED
         steps = max_num_micro_steps(local, group)
         if steps == FAILED:
-            raise error or ValueError("Another rank of the data-parallel group could not read or cut its samples; its own message says why.")
+            raise error or ValueError("Another rank of the data-parallel group could not read or cut its samples; its message says why.")
         if steps == 0:
             return
         yield [[mine[i] for i in bucket] for bucket in plan_rank(lengths, num_micro_steps=steps, **cap)]

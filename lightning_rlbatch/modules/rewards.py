@@ -75,7 +75,8 @@ def check_rewards(totals: Sequence[float], by_name: Mapping[str, Sequence[float]
         )
     for name, rewards in (("in all", totals), *by_name.items()):
         if len(rewards) != num_completions:
-            raise ValueError(f"compute_rewards returned {len(rewards)} rewards ({name}) for {num_completions} completions. Return one each.")
+            counts = f"{len(rewards)} rewards ({name}) for {num_completions} completions"
+            raise ValueError(f"compute_rewards returned {counts}. Return one each.")
         if any(math.isinf(reward) for reward in rewards):
             raise ValueError(f"compute_rewards returned an infinite reward ({name}). Return finite numbers, or NaN for no verdict.")
 

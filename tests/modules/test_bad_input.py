@@ -153,6 +153,51 @@ def test_prompt_and_response_longer_than_the_budget_are_refused_before_anything_
             assert words in message
 
 
+def test_token_that_a_reward_model_reads_behind_the_response_counts_too():
+    def make(rank):
+        return ScriptedPPO(tiny_llama, [good], reward_model=tiny_llama), ppo_data()  # the budget is exactly prompt and response
+
+    for kind, message in errors_of(make):
+        assert kind is ValueError
+        for words in ("9 tokens", "max_response_length=7 + 1 for the reward model", "max_tokens_per_rank=8"):
+            assert words in message
+
+
+def test_prompts_that_differ_between_ranks_are_refused_with_the_first_that_differs():
+    def make(rank):
+        rows = prompts("abcd" if rank == 0 else "abdc")  # as a source would give that walks through a set
+        data = RolloutDataModule(lambda: rows, ToyTokenizer(), **{"max_tokens_per_rank": 8, **SIZES})
+        return ScriptedPPO(tiny_llama, [good]), data
+
+    for kind, message in errors_of(make):
+        assert kind is RuntimeError
+        assert "`train_prompts[2]` is" in message
+        assert "reading prompts" in message
+
+
+def test_samples_that_differ_between_ranks_are_refused_with_the_first_that_differs():
+    def make(rank):
+        rows = [constant_sample(length, 1.0) for length in (3, 2 + rank, 3)]
+        return ConstantLossModule(), SFTDataModule(rows, mini_batch_size=3, max_tokens_per_rank=8)
+
+    for kind, message in errors_of(make):
+        assert kind is RuntimeError
+        assert "`lengths[1]` is 3 on rank 0 and 4 on rank 1" in message
+
+
+def test_file_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path):
+    def make(rank):
+        path = tmp_path / f"prompts_of_rank_{rank}.jsonl"
+        if rank == 0:
+            path.write_text('{"prompt": "a"}\n' * 4)
+        return ScriptedPPO(tiny_llama, [good]), RolloutDataModule(str(path), ToyTokenizer(), **{"max_tokens_per_rank": 8, **SIZES})
+
+    (peer_kind, peer_message), (own_kind, _) = errors_of(make)
+    assert own_kind is ValueError
+    assert issubclass(peer_kind, RuntimeError)
+    assert "Rank 1 failed in phase 'reading prompts'" in peer_message
+
+
 def test_sample_longer_than_the_budget_is_refused_on_every_rank_by_its_number():
     rows = [constant_sample(length, 1.0) for length in (3, 8, 3)]
 

@@ -85,8 +85,9 @@ def returned(totals, by_name):
             return totals, by_name
 
     def fn(rank, world_size):
+        data = data_module(train_batch_size=1, mini_batch_size=1)
         with pytest.raises(ValueError, match="compute_rewards") as caught:
-            make_trainer(1, max_steps=1).fit(Own(tiny_llama, [varied_reward]), datamodule=data_module(train_batch_size=1, mini_batch_size=1))
+            make_trainer(1, max_steps=1).fit(Own(tiny_llama, [varied_reward]), datamodule=data)
         return str(caught.value)
 
     (text,) = run_distributed(fn, 1, init_process_group=False)

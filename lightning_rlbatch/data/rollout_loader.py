@@ -1,0 +1,143 @@
+"""The loaders of RL: prompts for validation, and planned mini-batches of fresh rollouts for training."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.prompts import PromptBatch
+from lightning_rlbatch.data.store import RolloutStore
+from lightning_rlbatch.strategies.access import check_collectives
+
+if TYPE_CHECKING:
+    from lightning_rlbatch.data.rollout import RolloutDataModule
+
+
+@runtime_checkable
+class CollectsRollouts(Protocol):
+    """What the loader asks of the module."""
+
+    def collect_rollouts(
+        self, prompts: PromptBatch, iteration: int, mini_batches: Sequence[Sequence[int]], options: BatchingOptions
+    ) -> RolloutStore:
+        """Sample, reward and score the rollouts of one iteration."""
+
+
+@dataclasses.dataclass
+class Position:
+    """Where training stands in its data; independent of rank and world size.
+
+    Attributes:
+        iteration: Current RL iteration.
+        mini_batch: Mini-batches of it that were handed out.
+    """
+
+    iteration: int = 0
+    mini_batch: int = 0
+
+
+class PromptLoader:
+    """Hands out prompts in order, the same on every rank: ranks share the rollouts of a batch, not the batches.
+
+    So every rank runs the same number of validation steps, whatever the number of prompts and ranks.
+
+    Args:
+        prompts: All prompts.
+        batch_size: Prompts per step over all ranks.
+    """
+
+    def __init__(self, prompts: PromptBatch, batch_size: int) -> None:
+        self._prompts = prompts
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return -(-len(self._prompts) // self._batch_size)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        """Yield the batches."""
+        for start in range(0, len(self._prompts), self._batch_size):
+            yield self._prompts.select(range(start, min(start + self._batch_size, len(self._prompts))))
+
+
+class RolloutLoader:
+    """Hands out one iteration per pass; collects its rollouts when the first mini-batch is asked for.
+
+    It has a length, so Lightning does not fetch ahead (rollouts would be one optimizer step stale), and no state of its own:
+    the position lives in the data module, advanced before each mini-batch leaves, so that a checkpoint taken after a step
+    points behind it.
+
+    Args:
+        data: The data module.
+        module: What collects rollouts.
+        options: How to cut.
+    """
+
+    def __init__(self, data: "RolloutDataModule", module: CollectsRollouts, options: BatchingOptions) -> None:
+        self._data = data
+        self._module = module
+        self._options = options
+        self._said_cut = False
+
+    def __len__(self) -> int:
+        """Return the optimizer steps per iteration, the same for every iteration."""
+        return self._data.ppo_epochs * self._data.num_mini_batches
+
+    def __iter__(self) -> Iterator[MiniBatch]:
+        """Yield the mini-batches that the current iteration still owes."""
+        data, position = self._data, self._data.position
+        iteration, first = position.iteration, position.mini_batch
+        members = data.mini_batches_of(iteration)[: self._limit()]
+        if first:
+            rank_zero_warn(
+                f"Resuming inside iteration {iteration}: the prompts of its remaining {len(members) - first} mini-batches are rolled out"
+                " again with the restored policy. Statistics over the whole iteration (whitening) see these prompts only."
+            )
+        remaining = members[first:]
+        needed = sorted({prompt for part in remaining for prompt in part})
+        place = {prompt: index for index, prompt in enumerate(needed)}
+        batches = [[place[prompt] for prompt in part] for part in remaining]
+        placed = _first_uses(batches)
+        if data.trainer is not None:
+            check_collectives(data.trainer, "collect rollouts", iteration=iteration, prompts=needed, mini_batches=batches)
+        store = self._module.collect_rollouts(data.iteration_prompts(iteration).select(needed), iteration, placed, self._options)
+        for offset, part in enumerate(batches, start=1):
+            position.mini_batch = first + offset
+            if position.mini_batch == len(members):
+                position.iteration, position.mini_batch = iteration + 1, 0
+            yield store.mini_batch(store.table.ids_of_prompts(part))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: tells Lightning that the loader can resume, while the position lives in the data module."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Ignore the empty state."""
+
+    def _limit(self) -> int:
+        """Return the mini-batches of an iteration that the Trainer lets through; what it cuts off is never rolled out."""
+        trainer: Any = self._data.trainer
+        allowed = len(self) if trainer is None else int(min(trainer.num_training_batches, len(self)))
+        if 0 < allowed < len(self) and not self._said_cut and trainer is not None and not trainer.fast_dev_run:
+            self._said_cut = True
+            rank_zero_warn(
+                f"The Trainer takes {allowed} of the {len(self)} mini-batches of each iteration (limit_train_batches or overfit_batches):"
+                " the prompts of the others are neither rolled out nor trained on. Lower train_batch_size or ppo_epochs to train on all."
+            )
+        return allowed or len(self)
+
+
+def _first_uses(batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return mini-batches that hold every prompt exactly once: the leading ones without repetition, and one of all others."""
+    seen: set[int] = set()
+    leading: list[list[int]] = []
+    for part in batches:
+        if seen.intersection(part):
+            break
+        seen.update(part)
+        leading.append(list(part))
+    others = sorted({prompt for part in batches for prompt in part} - seen)
+    return [*leading, others] if others else leading
