@@ -44,6 +44,7 @@ class PromptBatch:
         seed: Seed of the run.
         pool: The whole data set, for prompts that replace others.
         conversations: Messages of each prompt that was given as messages, None for one that was given as text; None if all were texts.
+        prompt_epoch: Passes over the data set before this batch, fractions included.
     """
 
     prompts: list[str]
@@ -56,6 +57,7 @@ class PromptBatch:
     seed: int
     pool: "PromptBatch | None" = None
     conversations: list[Conversation | None] | None = None
+    prompt_epoch: float = 0.0
 
     def __repr__(self) -> str:
         return f"PromptBatch({len(self)} prompts x {self.rollouts_per_prompt} rollouts)"

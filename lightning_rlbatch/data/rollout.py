@@ -197,7 +197,9 @@ class RolloutDataModule(pl.LightningDataModule):
                 generator = torch.Generator().manual_seed((self.seed * 7_368_787 + passes) % 2**63)
                 orders[passes] = torch.randperm(size, generator=generator).tolist()
             chosen.append(orders[passes][place])
-        return dataclasses.replace(self._train.select(chosen), positions=list(range(len(chosen))), pool=self._train)
+        return dataclasses.replace(
+            self._train.select(chosen), positions=list(range(len(chosen))), pool=self._train, prompt_epoch=first / size
+        )
 
     def _shuffle_of(self, iteration: int) -> int:
         """Return the iteration whose prompts and mini-batches an iteration has."""

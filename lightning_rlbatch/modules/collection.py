@@ -122,6 +122,7 @@ class RolloutCollector:
                 "reward/zero_variance_all_wrong": int(equal.num_all_wrong) / groups,
                 "perf/exchange_bytes": sums["bytes_sent"],
                 "reward/resampled_groups": float(self.sampler.num_resampled_groups),
+                "train/prompt_epoch": self.prompts.prompt_epoch,
             }
             | all_reduce_max({f"time/{phase}": value for phase, value in seconds.items()}, self.meshes.world_group)
         )

@@ -118,7 +118,7 @@ RUNS = {  # options of module, data and Trainer; an iteration has two mini-batch
     "missing verdicts": ({"reward_functions": [some_verdicts], "critic": None, "advantage": GRPO()}, {}, {}),
     "two rewards": (
         {"reward_functions": [varied_reward, some_verdicts], "reward_weights": [1.0, 0.5]},
-        {"planner": "per_rank"},
+        {"planner": "per_rank", "critic_max_tokens_per_rank": 20},
         {"max_epochs": 1},
     ),
     "static": ({"critic": "shared"}, {"max_tokens_per_rank": None, "micro_batch_size": 2}, {"max_epochs": 1}),
@@ -152,6 +152,11 @@ def test_whole_run_does_not_depend_on_the_layout(layout, name, runs):
         for step, (metrics, reference) in enumerate(zip(run.metrics, expected.metrics)):
             assert relative_difference(comparable(metrics), comparable(reference)) < 1e-9, step
         assert relative_difference(run.parameters, expected.parameters) < 1e-9
+
+
+def test_passes_over_the_prompts_are_logged_as_a_fraction(runs):
+    metrics = runs[LAYOUTS[0]][0]["ppo"].metrics
+    assert [row["train/prompt_epoch"] for row in metrics[::4]] == [0.0, 6 / len(TRAIN)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} x {layout[1]}, sp {layout[2]}")
