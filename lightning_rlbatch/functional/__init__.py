@@ -57,7 +57,7 @@ from lightning_rlbatch.functional.importance import (
     importance_weights,
 )
 from lightning_rlbatch.functional.kl import KL_KINDS, AdaptiveKL, FixedKL, KLController, full_kl, kl_penalty
-from lightning_rlbatch.functional.losses import LossTerms, entropy_bonus, policy_loss, ppo_clip_loss
+from lightning_rlbatch.functional.losses import LossTerms, entropy, entropy_bonus, policy_loss, ppo_clip_loss
 from lightning_rlbatch.functional.losses_covariance import (
     clip_cov_loss,
     kl_cov_loss,
@@ -153,6 +153,7 @@ __all__ = [
     "drop_samples",
     "effective_sample_size",
     "effective_sample_size_sums",
+    "entropy",
     "entropy_bonus",
     "equal_partition_bound",
     "explained_variance",

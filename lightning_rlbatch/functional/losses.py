@@ -233,6 +233,30 @@ def check_clip_bounds(clip_low: float, clip_high: float) -> None:
         raise ValueError(f"Expected clip_low and clip_high to be >= 0 but got {clip_low} and {clip_high}.")
 
 
+def entropy(logits: Tensor, response_mask: Tensor) -> Tensor:
+    """Compute the entropy of the distribution that each token was sampled from, -sum_v p_v log p_v, in nats.
+
+    :class:`~lightning_rlbatch.models.TokenScorer` computes the same in chunks, without logits of all tokens in memory at once.
+
+    Source: Shannon, "A Mathematical Theory of Communication", 1948.
+
+    Args:
+        logits: ``[T, V]``, floating point, differentiable: row t predicts token t, divided by the temperature. -inf rules a token out.
+        response_mask: ``[T]``, bool.
+
+    Returns:
+        ``[T]``: 0 outside the response mask.
+
+    Example:
+        >>> entropy(torch.tensor([[0.0, 0.0], [float("nan"), 0.0]]), torch.tensor([True, False]))
+        tensor([0.6931, 0.0000])
+    """
+    log_p = sanitize(logits, response_mask[:, None]).log_softmax(-1)
+    # A probability of 0 contributes 0, in value and gradient: 0 * -inf would be NaN.
+    log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+    return sanitize(-(log_p.exp() * log_p).sum(-1), response_mask)
+
+
 def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, coefficient: float = 1.0) -> LossTerms:
     """Compute -coefficient * entropy: what a loss subtracts to keep the policy from collapsing.
 

@@ -9,7 +9,7 @@ from rl_cases import LOSSES
 from lightning_rlbatch.functional.aggregation import Denominators, aggregate
 from lightning_rlbatch.functional.algorithms import FunctionLoss, LossInputs, PolicyLoss
 from lightning_rlbatch.functional.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
-from lightning_rlbatch.functional.losses import LossTerms, entropy_bonus, policy_loss, ppo_clip_loss
+from lightning_rlbatch.functional.losses import LossTerms, entropy, entropy_bonus, policy_loss, ppo_clip_loss
 from lightning_rlbatch.functional.losses_covariance import select_clip_cov, select_kl_cov, token_covariance, token_keys
 from lightning_rlbatch.functional.losses_sequence import gmpo_loss, gspo_loss
 from lightning_rlbatch.functional.losses_token import binary_kl, cispo_loss, dppo_loss, reinforce_loss, sapo_loss
@@ -121,6 +121,21 @@ def test_value_loss_is_the_larger_of_plain_and_clipped_error():
 
     check_token_loss(lambda v, old, returns, mask: value_loss(v, old, returns, mask, clip=0.3), formula)
     check_token_loss(lambda v, old, returns, mask: value_loss(v, None, returns, mask), lambda v, old, r: ((v - r) ** 2 / 2, v - r))
+
+
+def test_entropy_is_that_of_torchs_categorical_distribution_in_value_and_gradient():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    logits[1, 2] = float("-inf")  # a token that was ruled out
+    mask = torch.tensor([True, True, False, True, True])
+    distribution = torch.distributions.Categorical(logits=logits)
+    expected = distribution.entropy().where(mask, 0)
+    logits[2] = float("nan")
+    values = entropy(logits.requires_grad_(), mask)
+    assert torch.allclose(values, expected, rtol=1e-12, atol=0)
+    values.sum().backward()
+    slope = -distribution.probs * (distribution.logits.clamp(min=-1e9) + expected[:, None])  # dH/dz_v = -p_v (log p_v + H)
+    assert torch.allclose(logits.grad, slope.where(mask[:, None], 0), rtol=1e-10, atol=1e-12)
 
 
 def test_entropy_bonus_is_minus_the_coefficient_times_entropy():
