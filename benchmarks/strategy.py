@@ -1,13 +1,16 @@
 """Cost of a training step apart from the model: our strategy against Lightning's own, CPU time per step on two ranks.
 
 Run ``python -m benchmarks.strategy``. The model is one layer of 8 x 8 numbers, so that nothing but the strategy and the loop takes time.
-Blocks of steps of each strategy alternate, in processes of their own; the median of the blocks is printed.
+Blocks of steps of each strategy alternate, in processes of their own; the median of the blocks is printed. Function calls (Python's and
+built-in ones) are counted beside the time, since they do not depend on what else the machine does.
 """
 
 import argparse
+import cProfile
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: forked ranks of a multi-threaded parent hang
@@ -26,6 +29,7 @@ from lightning_rlbatch.modules.base import MicroBatchOutput
 from lightning_rlbatch.testing import run_distributed
 
 WARM_UP = 20
+PROFILED = 20
 
 
 class Tiny(pl.LightningModule):
@@ -59,15 +63,39 @@ class TinyPlanned(RLBatchModule):
 
 
 class Steps(Callback):
-    """CPU time from the end of the warm-up to the end."""
+    """CPU time from the end of the warm-up to the end, and the function calls of some steps after that."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int) -> None:
+        self.last_timed = WARM_UP + num_steps
         self.began = self.ended = 0.0
+        self.profile = cProfile.Profile()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx + 1 == WARM_UP:
             self.began = time.process_time()
-        self.ended = time.process_time()
+        if batch_idx + 1 == self.last_timed:
+            self.ended = time.process_time()
+            self.profile.enable()
+        if batch_idx + 1 == self.last_timed + PROFILED:
+            self.profile.disable()
+
+    @property
+    def calls(self) -> float:
+        """Function calls per step."""
+        return sum(entry.callcount for entry in self.profile.getstats()) / PROFILED
+
+
+class Same:
+    """A sized loader of one batch; Lightning would take a list for several loaders."""
+
+    def __init__(self, batch: Any, steps: int) -> None:
+        self.batch, self.steps = batch, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * self.steps)
 
 
 def mini_batch() -> MiniBatch:
@@ -75,8 +103,8 @@ def mini_batch() -> MiniBatch:
     return MiniBatch([PackedBatch([0, 8], {"input_ids": ids, "response_mask": mask, "features": torch.ones(8, 8)})])
 
 
-def measure(rank: int, ranks: int, name: str, num_steps: int) -> float:
-    """Return CPU milliseconds per step of this rank."""
+def measure(rank: int, ranks: int, name: str, num_steps: int) -> tuple[float, float]:
+    """Return CPU milliseconds and function calls per step of this rank."""
     _quiet()
     torch.manual_seed(0)
     planned = name == "rlbatch_fsdp, RLBatchModule"
@@ -84,12 +112,12 @@ def measure(rank: int, ranks: int, name: str, num_steps: int) -> float:
     strategy = strategies.get(name, RLBatchFSDPStrategy)()
     module = TinyPlanned() if planned else Tiny(name == "ModelParallelStrategy")
     batch = mini_batch() if planned else torch.ones(8, 8)
-    watch = Steps()
+    watch = Steps(num_steps)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy=strategy,
-        max_steps=WARM_UP + num_steps,
+        max_steps=WARM_UP + num_steps + PROFILED,
         callbacks=[watch],
         logger=False,
         enable_checkpointing=False,
@@ -97,8 +125,8 @@ def measure(rank: int, ranks: int, name: str, num_steps: int) -> float:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, [batch] * (WARM_UP + num_steps))
-    return 1000 * (watch.ended - watch.began) / num_steps
+    trainer.fit(module, Same(batch, WARM_UP + num_steps + PROFILED))
+    return 1000 * (watch.ended - watch.began) / num_steps, watch.calls
 
 
 METHODS = ("ModelParallelStrategy", "rlbatch_fsdp", "DDPStrategy", "rlbatch_fsdp, RLBatchModule")
@@ -112,15 +140,20 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     blocks: dict[str, list[float]] = {name: [] for name in METHODS}
+    calls: dict[str, float] = {}
     for _ in range(options.blocks):
         for name, times in blocks.items():
-            times.append(statistics.mean(run_distributed(measure, 2, name, options.steps, init_process_group=False, timeout=600.0)))
+            ranks = run_distributed(measure, 2, name, options.steps, init_process_group=False, timeout=600.0)
+            times.append(statistics.mean(seconds for seconds, _ in ranks))
+            calls[name] = ranks[0][1]
     print(f"{machine()}\n2 ranks, {options.blocks} blocks of {options.steps} steps\n")
-    print_header(["strategy", "CPU ms / step", "of ModelParallelStrategy", "blocks"])
-    reference = statistics.median(blocks[METHODS[0]])
+    print_header(["strategy", "CPU ms / step", "to ModelParallelStrategy", "calls / step", "to ModelParallelStrategy", "blocks, ms"])
+    reference = METHODS[0]
     for name, times in blocks.items():
         middle = statistics.median(times)
-        print_row([name, f"{middle:.2f}", f"{middle / reference:.3f}", ", ".join(f"{value:.2f}" for value in times)])
+        ratios = middle / statistics.median(blocks[reference]), calls[name] / calls[reference]
+        listed = ", ".join(f"{value:.2f}" for value in times)
+        print_row([name, f"{middle:.2f}", f"{ratios[0]:.3f}", f"{calls[name]:,.0f}", f"{ratios[1]:.3f}", listed])
 
 
 if __name__ == "__main__":
