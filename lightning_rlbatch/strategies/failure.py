@@ -39,7 +39,7 @@ class FailureReport:
         grace: Seconds that a rank gets to end by itself after another one has failed.
     """
 
-    def __init__(self, rank: int, world_size: int, token: str, *, patience: float = 4.0, grace: float = 15.0) -> None:
+    def __init__(self, rank: int, world_size: int, token: str, *, patience: float = 3.0, grace: float = 15.0) -> None:
         self.rank = rank
         self.world_size = world_size
         self.patience = patience

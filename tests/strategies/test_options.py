@@ -4,18 +4,22 @@ import datetime
 import multiprocessing
 import os
 import time
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules import SFTModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy, fsdp
 from lightning_rlbatch.strategies.materialize import Materializer
+from lightning_rlbatch.strategies.sharding import ShardingOptions, shard
 from lightning_rlbatch.testing import run_distributed
-from tests.helpers import make_samples, make_trainer, tiny_llama, whole_parameters
+from tests.helpers import make_samples, make_trainer, tiny_llama, whole, whole_parameters
 from tests.strategies.runs import ppo, rollouts, sft, sft_data
 
 
@@ -79,6 +83,47 @@ def test_activation_checkpointing_computes_blocks_twice_and_keeps_names():
     assert forwards >= 2 * steps
     assert forwards % 2 == 0
     assert names == [f"policy.model.{name}" for name in tiny_llama().state_dict()]
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).relu() + x
+
+
+class Stack(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_blocks_are_compiled_one_by_one_with_the_same_result():
+    def main(rank, size):
+        results, compiled = [], []
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at shards
+
+        def backend(graph, inputs):
+            compiled.append(graph)
+            return graph.forward
+
+        for chosen in (None, backend):
+            torch.manual_seed(0)
+            root = Stack()
+            mesh = init_device_mesh("cpu", (size,))
+            shard(root, ShardingOptions(mesh, MixedPrecisionPolicy(), compile_backend=chosen), lambda module: None)
+            root(torch.ones(3, 4)).sum().backward()
+            results.append([whole(parameter.grad) for parameter in root.parameters()])
+        return len(compiled) > 0, all(torch.equal(*pair) for pair in zip(*results))
+
+    assert run_distributed(main, 1) == [(True, True)]
 
 
 def test_frozen_reference_may_lie_in_host_memory_and_gives_the_same_numbers():

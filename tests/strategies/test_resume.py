@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 
-from lightning_rlbatch.strategies import RLBatchFSDPStrategy
+from lightning_rlbatch.strategies import FSDPMixedPrecision, RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 from lightning_rlbatch.testing.distributed import free_port
 from tests.helpers import make_trainer, tiny_llama
@@ -180,6 +180,24 @@ def test_checkpoint_leaves_out_the_frozen_reference_and_loads_weights_only(tmp_p
     checkpoint = torch.load(path, weights_only=True)
     assert all(name.startswith("policy.") for name in checkpoint["state_dict"])
     assert len(checkpoint["state_dict"]) == len(tiny_llama().state_dict())
+
+
+def test_loss_scale_of_half_precision_is_restored(tmp_path):
+    path = str(tmp_path / "fp16.ckpt")
+
+    def plugin(scale):
+        return FSDPMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2))
+
+    def main(rank, size):
+        first = plugin(64.0)
+        run(sft(), sft_data(), size, max_epochs=1, save_to=path, plugins=[first])
+        second = plugin(2.0)
+        run(sft(), sft_data(), size, max_epochs=1, ckpt_path=path, plugins=[second])
+        return first.state_dict(), second.state_dict()
+
+    for saved, restored in on_ranks(main, 2):
+        assert saved["scale"] == 128.0  # grew once in three steps
+        assert restored == saved
 
 
 def _save_for_ever(folder, sharded, port, rank, size):
