@@ -34,7 +34,7 @@ from lightning_rlbatch.callbacks.throughput_monitor import flops_coefficients, s
 from lightning_rlbatch.functional.attention import varlen_attention
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.planning import plan_mini_batch
-from lightning_rlbatch.models.attention_backends import BACKENDS, Backend, select_attention, why_not
+from lightning_rlbatch.models.attention_backends import BACKENDS, select_attention, why_not
 from lightning_rlbatch.testing.parity import compare_layouts, random_batch
 
 

@@ -48,7 +48,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name in PLANNERS:
         plan(sample_lengths(options.family, 64, 0), 8, budget, name)  # compiles
     print(f"{machine()}\n{options.family}, {options.samples_per_rank} samples per rank, budget {budget:,} tokens\n")
-    print_header(["ranks", "samples", "best possible", *(f"{name}: busy, steps, ms" for name in PLANNERS), "step time of two layers / ours"])
+    print_header(
+        ["ranks", "samples", "best possible", *(f"{name}: busy, steps, ms" for name in PLANNERS), "step time of two layers / ours"]
+    )
     times: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in PLANNERS}
     for ranks in options.ranks:
         number = ranks * options.samples_per_rank

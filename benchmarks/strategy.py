@@ -108,7 +108,10 @@ def measure(rank: int, ranks: int, name: str, num_steps: int) -> tuple[float, fl
     _quiet()
     torch.manual_seed(0)
     planned = name == "rlbatch_fsdp, RLBatchModule"
-    strategies = {"ModelParallelStrategy": lambda: ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1), "DDPStrategy": DDPStrategy}
+    strategies = {
+        "ModelParallelStrategy": lambda: ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
+        "DDPStrategy": DDPStrategy,
+    }
     strategy = strategies.get(name, RLBatchFSDPStrategy)()
     module = TinyPlanned() if planned else Tiny(name == "ModelParallelStrategy")
     batch = mini_batch() if planned else torch.ones(8, 8)

@@ -85,7 +85,7 @@ def test_padded_and_packed_training_compute_the_same_loss_and_gradient_norm(rank
 
 def test_update_prints_a_row_per_trainer_and_says_that_trl_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(update, "trl_missing", lambda: "TRL is left out: not here")
-    update.main("--family hanoi --vocabulary 64 --samples 2 --micro-batch-size 1 --max-tokens-per-rank 100".split())
+    update.main(["--family", "hanoi", "--vocabulary", "64", "--samples", "2", "--micro-batch-size", "1", "--max-tokens-per-rank", "100"])
     printed = capsys.readouterr()
     assert "TRL is left out" in printed.err
     rows = [line.split("|")[3].strip() for line in printed.out.splitlines() if line.startswith("| hanoi")]
@@ -114,8 +114,8 @@ def test_scale_compares_planners_of_a_simulated_cluster(capsys):
 
 def test_start_up_takes_less_time_without_heavy_imports(capsys):
     startup.main(["--repeats", "1", "--command", "python (nothing)", "import lightning_rlbatch"])
-    rows = {cells[1].strip(): float(cells[3]) for cells in (line.split("|") for line in capsys.readouterr().out.splitlines()) if len(cells) > 4
-            and cells[1].strip() in startup.COMMANDS}  # fmt: skip
+    table = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    rows = {cells[1]: float(cells[3]) for cells in table if len(cells) > 4 and cells[1] in startup.COMMANDS}
     assert rows["import lightning_rlbatch"] < 0.5
 
 
