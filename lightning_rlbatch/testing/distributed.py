@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+LINGER_SECONDS = 1.0  # a rank that has succeeded stays so long at most, since its peers may still be using its connections
 GRACE_SECONDS = 25.0  # after one rank failed the others get this long to fail by themselves (collectives time out after 20 s)
 
 
@@ -45,10 +46,12 @@ def _rank_main(
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=pg_timeout)
             )
-        payload = pickle.dumps((True, fn(rank, world_size, *args)))
+        succeeded, payload = True, pickle.dumps((True, fn(rank, world_size, *args)))
     except BaseException:
-        payload = pickle.dumps((False, traceback.format_exc()))
+        succeeded, payload = False, pickle.dumps((False, traceback.format_exc()))
     out.send_bytes(payload)
+    if succeeded:
+        out.poll(LINGER_SECONDS)  # until the parent closes its end, having heard of every rank
     out.close()
     os._exit(0)  # skip the parent's exit handlers, and a process-group teardown that could wait for a dead peer
 
@@ -82,7 +85,7 @@ def run_distributed(
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe()
             process: BaseProcess = context.Process(target=_rank_main, args=(fn, rank, world_size, args, store, port, pg_timeout, sender))
             process.start()
             sender.close()
@@ -91,6 +94,8 @@ def run_distributed(
         try:
             results, failures = _collect(pipes, timeout)
         finally:
+            for pipe in pipes:
+                pipe.close()
             for process in processes:
                 if process.is_alive():
                     process.join(timeout=2.0)
