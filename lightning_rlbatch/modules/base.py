@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,6 +24,7 @@ from lightning_rlbatch.distributed.reductions import all_reduce_sums, gradient_s
 from lightning_rlbatch.functional.aggregation import Denominators
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.hyperparameters import hyperparameters
+from lightning_rlbatch.modules.step_sums import accumulate, ratios
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
 from lightning_rlbatch.strategies.access import averages_over, check_collectives, meshes_of
 from lightning_rlbatch.strategies.stopping import StopAgreement
@@ -35,6 +36,11 @@ LRSchedulerFactory = Callable[[Optimizer], LRScheduler]
 def default_optimizer(parameters: Iterable[Any]) -> Optimizer:
     """Return AdamW with a learning rate for fine-tuning a pretrained model, 1e-6."""
     return torch.optim.AdamW(parameters, lr=1e-6)
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module that are not frozen."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 @dataclasses.dataclass
@@ -122,7 +128,7 @@ class RLBatchModule(pl.LightningModule):
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups, each with a ``name``: the role whose gradient norm is clipped and logged."""
-        return [{"name": "policy", "params": [parameter for parameter in self.parameters() if parameter.requires_grad]}]
+        return [{"name": "policy", "params": trained(self)}]
 
     def score_mask(self, micro_batch: PackedBatch) -> Tensor:
         """Return the tokens that the loss counts, ``[T]`` bool."""
@@ -316,30 +322,3 @@ class RLBatchModule(pl.LightningModule):
         self._logged |= metrics.keys()
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1, sync_dist=False)
         self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, batch_size=1)
-
-
-def accumulate(totals: dict[str, Tensor | float], sums: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
-    """Add one micro-batch's numerators and denominators to the totals of a mini-batch, in place.
-
-    Args:
-        totals: Running sums; made from here, to be reduced over ranks and handed to :func:`ratios`.
-        sums: Metric name to (numerator, denominator).
-    """
-    for name, (numerator, denominator) in sums.items():
-        for kind, value in (("numerator", numerator), ("denominator", denominator)):
-            key = f"{name}\0{kind}"
-            detached = value.detach() if isinstance(value, Tensor) else value
-            totals[key] = totals[key] + detached if key in totals else detached
-
-
-def ratios(totals: Mapping[str, float]) -> dict[str, float]:
-    """Divide summed numerators by summed denominators; a metric whose denominator is 0 is left out.
-
-    Args:
-        totals: What :func:`accumulate` made, summed over ranks.
-
-    Returns:
-        Metric name to value.
-    """
-    names = [key.removesuffix("\0numerator") for key in totals if key.endswith("\0numerator")]
-    return {name: totals[f"{name}\0numerator"] / totals[f"{name}\0denominator"] for name in names if totals[f"{name}\0denominator"] != 0}

@@ -198,13 +198,17 @@ def reward_metrics(sums: Mapping[str, float], prefix: str = "") -> dict[str, flo
         prefix: Prefix of the metrics' names.
 
     Returns:
-        Mean reward per function, mean response length and share of truncated responses.
+        Mean reward per function (NaN if it had no verdict), mean response length and share of truncated responses.
     """
     rewards = {key.removeprefix("reward:"): value for key, value in sums.items() if key.startswith("reward:")}
-    metrics = {f"{prefix}reward/{name}": value / max(1.0, sums[f"verdicts:{name}"]) for name, value in rewards.items()}
-    metrics[f"{prefix}length/mean"] = sums["tokens"] / max(1.0, sums["rollouts"])
-    metrics[f"{prefix}length/truncated"] = sums["truncated"] / max(1.0, sums["rollouts"])
+    metrics = {f"{prefix}reward/{name}": _quotient(value, sums[f"verdicts:{name}"]) for name, value in rewards.items()}
+    metrics[f"{prefix}length/mean"] = _quotient(sums["tokens"], sums["rollouts"])
+    metrics[f"{prefix}length/truncated"] = _quotient(sums["truncated"], sums["rollouts"])
     return metrics
+
+
+def _quotient(total: float, count: float) -> float:
+    return total / count if count else math.nan  # nothing was counted: a gap in the curve, not a value of 0
 
 
 def _lengths(table: RolloutTable) -> dict[str, float]:

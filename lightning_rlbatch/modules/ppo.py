@@ -1,6 +1,7 @@
 """RL post-training of a language model: collect rollouts, then update on planned mini-batches."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -23,11 +24,7 @@ from lightning_rlbatch.functional import GRPO, AdvantageEstimator, KLController,
 from lightning_rlbatch.functional.aggregation import AggregationMode
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
-from lightning_rlbatch.modules.base import (
-    LRSchedulerFactory,
-    OptimizerFactory,
-    default_optimizer,
-)
+from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory, default_optimizer, trained
 from lightning_rlbatch.modules.collection import RolloutCollector, evaluate_prompts, reward_metrics, score_rollouts, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, load_model
@@ -250,9 +247,9 @@ class PPOModule(PPOUpdate):
 
     @override
     def optimizer_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = [{"name": "policy", "params": list(self.policy.parameters())}]
+        groups: list[dict[str, Any]] = [{"name": "policy", "params": trained(self.policy)}]
         if self.critic is not None:
-            groups.append({"name": "critic", "params": list(self.critic.parameters())})
+            groups.append({"name": "critic", "params": trained(self.critic)})
             if self.critic_lr is not None:
                 groups[-1]["lr"] = self.critic_lr
         return groups
@@ -276,12 +273,15 @@ class PPOModule(PPOUpdate):
         collector = RolloutCollector(self, prompts, iteration)
         store, self._collection_metrics = collector.run(mini_batches, options)
         if self.kl_reward is not None:
-            self._collection_metrics["kl/reward_coefficient"] = self.kl_reward_coefficient
-            self.kl_reward_coefficient = self.kl_reward.update(
-                self.kl_reward_coefficient, current_kl=self._collection_metrics["kl/reward"], num_samples=len(store.table)
-            )
+            self._steer_kl(self.kl_reward, num_samples=len(store.table))
         call_on_rollout_end(self.trainer, self, Rollouts(store, collector.prompts, iteration))
         return store
+
+    def _steer_kl(self, controller: KLController, *, num_samples: int) -> None:
+        coefficient, kl = self.kl_reward_coefficient, self._collection_metrics["kl/reward"]
+        self._collection_metrics["kl/reward_coefficient"] = coefficient
+        if math.isfinite(kl):  # a NaN, of rollouts without a token, would stay in the coefficient for ever
+            self.kl_reward_coefficient = controller.update(coefficient, current_kl=kl, num_samples=num_samples)
 
     def score_rollouts(self, store: RolloutStore) -> None:
         """Score rollouts that came from elsewhere (a recording, a dump) with the current models, and prepare them for the update.

@@ -1,5 +1,6 @@
 """Turn scored rollouts into training data: penalties, importance correction, advantages."""
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,7 +86,8 @@ class RolloutPreparation:
         for key, total in totals.items():
             if key.endswith(":numerator"):
                 name = key.removesuffix(":numerator")
-                metrics[name] = total / max(1.0, totals[f"{name}:denominator"])
+                count = totals[f"{name}:denominator"]
+                metrics[name] = total / count if count else math.nan  # no token anywhere: a gap in the curve, not a value
         return metrics
 
 

@@ -2,11 +2,9 @@
 
 from typing import Literal
 
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlbatch.data.mini_batch import MiniBatch
-from lightning_rlbatch.distributed.reductions import all_reduce_sums
 from lightning_rlbatch.functional.aggregation import Denominators, aggregate
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
@@ -15,11 +13,10 @@ from lightning_rlbatch.modules.base import (
     MicroBatchOutput,
     OptimizerFactory,
     RLBatchModule,
-    accumulate,
     default_optimizer,
-    ratios,
 )
 from lightning_rlbatch.modules.model_sources import ModelSource, is_on_meta, load_model
+from lightning_rlbatch.modules.ratio_metric import RatioMetric
 
 
 class SFTModule(RLBatchModule):
@@ -55,7 +52,7 @@ class SFTModule(RLBatchModule):
         self.policy_source = policy
         self.remove_padding = remove_padding
         self.loss_aggregation = loss_aggregation
-        self._validation_sums: dict[str, Tensor | float] = {}
+        self._validation: dict[str, RatioMetric] = {}
 
     @override
     def build_models(self) -> None:
@@ -74,7 +71,7 @@ class SFTModule(RLBatchModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._validation_sums = {}
+        self._validation["val/loss"] = RatioMetric(self.meshes.dp_group).to(self.device)
 
     @override
     def validation_step(self, batch: MiniBatch, batch_idx: int) -> None:
@@ -83,10 +80,9 @@ class SFTModule(RLBatchModule):
             counts = Denominators.local(mask, cu_seqlens)
             loss_sum = aggregate(-self.policy(micro_batch).log_probs, mask, cu_seqlens, self.loss_aggregation, Denominators(1, 1))
             count = counts.num_tokens if self.loss_aggregation == "token-mean" else counts.num_sequences
-            accumulate(self._validation_sums, {"val/loss": (loss_sum, count)})
+            self._validation["val/loss"].update(loss_sum, count)
 
     @override
     def on_validation_epoch_end(self) -> None:
-        totals = all_reduce_sums(self._validation_sums, self.meshes.dp_group)
-        # sync_dist only keeps Lightning from warning: the values are global already, equal on every rank.
-        self.log_dict(ratios(totals), batch_size=1, sync_dist=True)
+        # The values are global; sync_dist only keeps Lightning from warning.
+        self.log_dict({name: metric.compute() for name, metric in self._validation.items()}, batch_size=1, sync_dist=True)

@@ -22,7 +22,7 @@ from helpers import (
 )
 
 from lightning_rlbatch.data import RolloutDataModule
-from lightning_rlbatch.functional import GAE, GRPO
+from lightning_rlbatch.functional import GAE, GRPO, AdaptiveKL
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
@@ -181,9 +181,13 @@ def no_verdict(prompts, completions):
 def test_iteration_without_any_verdict_is_a_run_of_skipped_steps():
     def fn(rank, world_size):
         with pytest.warns(UserWarning, match="no token to train on") if rank == 0 else contextlib.nullcontext():
-            return fit(scripted(reward_functions=[no_verdict]), data_module(), world_size, max_epochs=1)
+            module = scripted(reward_functions=[no_verdict], kl_reward=AdaptiveKL(0.5))
+            return fit(module, data_module(), world_size, max_epochs=1), module.kl_reward_coefficient
 
-    for run in run_distributed(fn, 2, init_process_group=False):
+    for run, coefficient in run_distributed(fn, 2, init_process_group=False):
+        assert coefficient == 0.5  # there is no divergence to steer by
+        for name in ("reward/mean", "reward/no_verdict", "kl/reward", "kl/rollout_mismatch"):
+            assert math.isnan(run.metrics[0][name]), name
         assert run.global_step == 2
         assert [row["train/skipped_steps"] for row in run.metrics] == [1, 1]
         assert [row["train/num_tokens"] for row in run.metrics] == [0, 0]
