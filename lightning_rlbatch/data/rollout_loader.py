@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.mini_batch import MiniBatch
@@ -81,6 +81,7 @@ class RolloutLoader:
         self._module = module
         self._options = options
         self._said_cut = False
+        self._said_bottleneck = False
 
     def __len__(self) -> int:
         """Return the optimizer steps per iteration, the same for every iteration."""
@@ -108,7 +109,16 @@ class RolloutLoader:
             position.mini_batch = first + offset
             if position.mini_batch == len(members):
                 position.iteration, position.mini_batch = iteration + 1, 0
-            yield store.mini_batch(store.table.ids_of_prompts(part))
+            batch = store.mini_batch(store.table.ids_of_prompts(part))
+            self._say_bottleneck(batch)
+            yield batch
+
+    def _say_bottleneck(self, batch: MiniBatch) -> None:
+        """Say once per run that one sample bounds the efficiency of every plan, with the number."""
+        text = None if batch.plan is None or self._said_bottleneck else batch.plan.bottleneck()
+        if text is not None:
+            self._said_bottleneck = True
+            rank_zero_info(text)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: tells Lightning that the loader can resume, while the position lives in the data module."""
