@@ -1,15 +1,12 @@
 """RL post-training of a language model: collect rollouts, then update on planned mini-batches."""
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlbatch.callbacks.recorder import RolloutRecorder
@@ -24,25 +21,22 @@ from lightning_rlbatch.functional import GRPO, AdvantageEstimator, KLController,
 from lightning_rlbatch.functional.aggregation import AggregationMode
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
-from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory, default_optimizer, trained
+from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory, default_optimizer
 from lightning_rlbatch.modules.collection import RolloutCollector, evaluate_prompts, reward_metrics, score_rollouts, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
-from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, load_model
+from lightning_rlbatch.modules.model_sources import ModelSource
 from lightning_rlbatch.modules.ppo_checks import check_ppo_options
-from lightning_rlbatch.modules.ppo_update import PPOUpdate
+from lightning_rlbatch.modules.ppo_roles import PPORoles
 from lightning_rlbatch.modules.preparation import RolloutPreparation, data_parallel_peers
-from lightning_rlbatch.modules.reward_model import build_reward_scorer
 from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards, reward_names
 from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.modules.turns import Environment
-from lightning_rlbatch.rollout.dispatch import tensor_parallel_group
-from lightning_rlbatch.rollout.engine import RolloutEngine, SamplingParams
-from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
+from lightning_rlbatch.rollout.engine import SamplingParams
 
 _STATE = "rlbatch_ppo"  # key in Lightning checkpoints
 
 
-class PPOModule(PPOUpdate):
+class PPOModule(PPORoles):
     """Train a causal LM with PPO, GRPO and their kin.
 
     One Lightning epoch is one iteration: :meth:`collect_rollouts` (called by the data module's loader) samples, rewards,
@@ -176,83 +170,6 @@ class PPOModule(PPOUpdate):
         self.critic: TokenScorer | None = None
         self.rollout_group: dist.ProcessGroup | None = None
         check_ppo_options(self)
-
-    # -- models ----------------------------------------------------------------------------------------------------------------
-
-    @override
-    def build_models(self) -> None:
-        self.rollout_group = tensor_parallel_group(self.meshes, self.rollout_tensor_parallel_size)
-        model = load_model(self.policy_source)
-        changed = disable_dropout(model)
-        if changed:
-            rank_zero_warn(f"Dropout of the policy was set to 0 in {len(changed)} modules: with it the first probability ratio is not 1.")
-        self.rollout_engine = self.build_engine(model)
-        if self.reward_model_source is not None:
-            self._frozen["reward_model"] = build_reward_scorer(
-                self.reward_model_source, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group
-            )
-        if self.kl_coefficient > 0 or self.kl_reward is not None:
-            # A copy, since a source that draws weights at random would make another model the second time.
-            reference = copy.deepcopy(model)
-            reference.requires_grad_(False)
-            self._frozen["reference"] = self._scorer(reference).eval()
-        self.policy = self._scorer(model, value_head=self.critic_source == "shared")
-        if self.critic_source is not None and self.critic_source != "shared":
-            # Values need no LM head, and an unused one would have no gradient.
-            critic = cast(PreTrainedModel, load_model(self.critic_source).base_model)
-            disable_dropout(critic)
-            self.critic = self._scorer(critic, value_head=True)
-
-    def _scorer(self, model: PreTrainedModel, *, value_head: bool = False) -> TokenScorer:
-        return TokenScorer(model, value_head=value_head, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group)
-
-    def build_engine(self, model: PreTrainedModel) -> RolloutEngine:
-        """Return the engine that samples rollouts; it keeps a whole copy of the policy of its own.
-
-        With ``rollout_tensor_parallel_size`` above 1 override this: ``self.rollout_group`` holds the ranks that the engine spans. They
-        call ``generate`` together, with the same requests in the same order.
-
-        Args:
-            model: The policy before it is sharded.
-
-        Raises:
-            ValueError: The engine would have to span several ranks.
-        """
-        if self.rollout_tensor_parallel_size > 1:
-            raise ValueError(
-                f"rollout_tensor_parallel_size={self.rollout_tensor_parallel_size} needs an engine that spans as many ranks, but"
-                " TransformersEngine serves one: they would all generate the same. Override build_engine (VLLMEngine spans ranks), or"
-                " set it to 1."
-            )
-        return TransformersEngine.from_model(model, pad_token_id=0, max_batch_size=self.max_rollout_batch_size)
-
-    def unregistered_modules(self) -> Sequence[nn.Module]:
-        """Return the frozen models, for the strategy to shard."""
-        return list(self._frozen.values())
-
-    @property
-    def reference(self) -> TokenScorer | None:
-        """The frozen reference policy, or None if nothing needs one."""
-        return self._frozen.get("reference")
-
-    @property
-    def reward_scorer(self) -> TokenScorer | None:
-        """The frozen reward model, or None."""
-        return self._frozen.get("reward_model")
-
-    @property
-    def component_names(self) -> list[str]:
-        """Names of the rewards that are added up, in the order of ``component_rewards``."""
-        return self.reward_names + (["reward_model"] if self.reward_model_source is not None else [])
-
-    @override
-    def optimizer_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = [{"name": "policy", "params": trained(self.policy)}]
-        if self.critic is not None:
-            groups.append({"name": "critic", "params": trained(self.critic)})
-            if self.critic_lr is not None:
-                groups[-1]["lr"] = self.critic_lr
-        return groups
 
     # -- collection --------------------------------------------------------------------------------------------------------------
 
