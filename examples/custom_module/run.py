@@ -57,6 +57,9 @@ class Engine:
     def wake(self) -> None:
         """Have nothing to wake."""
 
+    def sleep(self) -> None:
+        """Have no memory to give back."""
+
     def update_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         """Copy the trained table."""
         self.table = dict(weights)["weight"].clone()
