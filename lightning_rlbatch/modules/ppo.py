@@ -21,6 +21,7 @@ from lightning_rlbatch.functional import GRPO, AdvantageEstimator, KLController,
 from lightning_rlbatch.functional.aggregation import AggregationMode
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.modules.adapters import adapters_off
 from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory, default_optimizer
 from lightning_rlbatch.modules.collection import RolloutCollector, evaluate_prompts, reward_metrics, score_rollouts, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
@@ -55,7 +56,8 @@ class PPOModule(PPORoles):
         loss_aggregation: How token terms become a loss; see ``aggregate``.
         loss_norm_constant: Divisor of ``seq-mean-token-sum-norm``, for example the largest response length.
         entropy_coefficient: Weight of the entropy bonus.
-        kl_coefficient: Weight of the KL penalty to the reference model in the loss; above 0 a frozen copy of the policy is kept.
+        kl_coefficient: Weight of the KL penalty to the reference model in the loss; above 0 a frozen copy of the policy is kept, or,
+            for a policy with adapters (LoRA), the reference is the policy with its adapters off.
         kl_kind: Estimator of the penalty in the loss; see ``kl_penalty``.
         kl_reward: KL penalty in the reward: a fixed or adaptive coefficient; keeps the reference model too.
         kl_reward_kind: Estimator of the penalty in the reward.
@@ -222,9 +224,16 @@ class PPOModule(PPORoles):
         passes = {"old_log_probs": lambda micro_batch: policy(micro_batch, temperature=temperature).log_probs}
         if reference is not None:
             passes["ref_log_probs"] = lambda micro_batch: reference(micro_batch, temperature=temperature).log_probs
+        elif self.needs_reference:
+            passes["ref_log_probs"] = self._base_log_probs
         if self.has_values:
             passes["values"] = lambda micro_batch: critic(micro_batch, with_log_probs=False, with_values=True).values
         return passes
+
+    def _base_log_probs(self, micro_batch: PackedBatch) -> Tensor:
+        with adapters_off(self.policy):
+            log_probs: Tensor = self.policy(micro_batch, temperature=self.temperature).log_probs
+            return log_probs
 
     def sampling(self, prompts: PromptBatch, *, temperature: float | None = None) -> SamplingParams:
         """Return how completions of these prompts are drawn."""

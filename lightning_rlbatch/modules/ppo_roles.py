@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_rlbatch.functional import KLController
 from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.modules.adapters import adapter_layers
 from lightning_rlbatch.modules.base import trained
 from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, load_model
 from lightning_rlbatch.modules.ppo_update import PPOUpdate
@@ -53,7 +54,7 @@ class PPORoles(PPOUpdate):
             self._frozen["reward_model"] = build_reward_scorer(
                 self.reward_model_source, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group
             )
-        if self.kl_coefficient > 0 or self.kl_reward is not None:
+        if self.needs_reference and not adapter_layers(model):
             # A copy, since a source that draws weights at random would make another model the second time.
             reference = copy.deepcopy(model)
             reference.requires_grad_(False)
@@ -93,8 +94,13 @@ class PPORoles(PPOUpdate):
         return list(self._frozen.values())
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether a KL penalty asks for the log-probs of a reference policy."""
+        return self.kl_coefficient > 0 or self.kl_reward is not None
+
+    @property
     def reference(self) -> TokenScorer | None:
-        """The frozen reference policy, or None if nothing needs one."""
+        """The frozen reference policy; None if nothing needs one, or if it is the policy with its adapters off."""
         return self._frozen.get("reference")
 
     @property
