@@ -24,7 +24,7 @@ smollm2: $(VENV)/.installed
 
 # What needs no GPU, in under ten minutes; TRL joins in where it can be imported. See benchmarks/RESULTS.md.
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.startup
+	$(BIN)/python -m benchmarks.startup --repeats 1
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.strategy --steps 200
 	$(BIN)/python -m benchmarks.balancing --seeds 1
