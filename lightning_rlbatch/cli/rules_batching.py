@@ -81,10 +81,11 @@ def _check_ranks(run: RunConfig) -> Findings:
     if world is None:
         yield note("devices", text="The number of ranks depends on the machine: pass --world-size to see the numbers of a given one.")
     elif world % sp:
+        ranks = " or ".join(str(number) for number in (world // sp * sp, (world // sp + 1) * sp) if number)
         yield refused(
             "sequence_parallel_size",
             text=f"sequence_parallel_size={sp} must divide the number of ranks, {world} (devices x num_nodes). Use a divisor of {world},"
-            f" or {world // sp * sp or sp} or {(world // sp + 1) * sp} ranks.",
+            f" or {ranks} ranks.",
         )
     elif (world // sp) % run.replicate_size:
         yield refused(

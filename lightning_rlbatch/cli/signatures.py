@@ -41,11 +41,13 @@ class Option:
 
     @property
     def choices(self) -> tuple[Any, ...] | None:
-        """Values of a ``Literal[...]``; None for any other annotation."""
-        if not self.annotation.startswith("Literal["):
+        """Values of ``Literal[...]`` or ``Literal[...] | None``; None for any other annotation."""
+        literal = self.annotation.removesuffix(" | None")
+        try:
+            value = ast.literal_eval(literal.removeprefix("Literal")) if literal.startswith("Literal[") else None
+        except ValueError:  # more types than the literal, such as Literal["shared"] | str
             return None
-        value = ast.literal_eval(self.annotation.removeprefix("Literal"))
-        return tuple(value)
+        return None if value is None else (*value, *([None] if literal != self.annotation else []))
 
 
 @dataclass(frozen=True)

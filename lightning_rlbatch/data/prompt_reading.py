@@ -15,8 +15,8 @@ PromptSource: TypeAlias = str | list[str] | Callable[[], Any] | Sequence[Mapping
 """Rows with a ``prompt`` column: the path of a JSONL or Parquet file, several such paths, a function that returns rows or its import
 path, a ``datasets`` object, or any sequence of rows."""
 
-TokenizerSource: TypeAlias = Callable[[], Any] | str | Any
-"""A class or function that makes the tokenizer, the tokenizer itself, or the folder or hub name of a transformers one."""
+TokenizerSource: TypeAlias = str | Callable[[], Any] | Any
+"""The folder or hub name of a transformers tokenizer, a class or function that makes a tokenizer, its import path, or the tokenizer."""
 
 _TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a conversational row: what its chat template is given
 
@@ -167,6 +167,9 @@ def _read_parquet(path: Path, name: str) -> list[Any]:
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:
     """Return the tokenizer that was configured; see ``TokenizerSource``."""
     if isinstance(source, str):
+        maker = None if Path(source).is_dir() else import_callable(source)
+        if maker is not None:
+            return cast(Tokenizer, maker())
         from transformers import AutoTokenizer
 
         return cast(Tokenizer, AutoTokenizer.from_pretrained(source))

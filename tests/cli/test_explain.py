@@ -34,7 +34,7 @@ MIS_SET = {
         "refused",
         "sequence_parallel_size=2 shards packed tokens",
     ),
-    "sequence_parallel_size": ({"strategy": {"sequence_parallel_size": 3}}, "refused", "must divide the number of ranks, 4"),
+    "sequence_parallel_size": ({"strategy": {"sequence_parallel_size": 5}}, "refused", "Use a divisor of 4, or 5 ranks."),
     "planner": ({"data": {"planner": "best"}}, "refused", "one of 'global', 'per_rank'"),
     "equal_size": ({"data": {"equal_size": True, "balance": False}}, "without effect", "contiguous block"),
     "oversize": ({"data": {**STATIC, "oversize": "isolate"}}, "without effect", "no token budget"),
