@@ -80,7 +80,7 @@ def plan_mini_batch(
     Example:
         >>> plan = plan_mini_batch([9, 8, 7, 6, 5, 4, 3], dp_size=2, max_tokens_per_rank=12)
         >>> plan.assignment, plan.num_micro_steps
-        ([[[1, 6], [3, 4]], [[2, 5], [0]]], 2)
+        ([[[1, 5], [3, 6]], [[2, 4], [0]]], 2)
     """
     job = checked_input(seq_lens, max_tokens_per_rank, micro_batch_size, sp_size, coefficient, group_size, oversize, padded)
     check_at_least("dp_size", dp_size, 1)

@@ -87,6 +87,8 @@ class PPORoles(PPOUpdate):
                 " TransformersEngine serves one: they would all generate the same. Override build_engine (VLLMEngine spans ranks), or"
                 " set it to 1."
             )
+        if adapter_layers(model):  # a model made from the configuration would have none
+            return TransformersEngine(copy.deepcopy(model), pad_token_id=0, max_batch_size=self.max_rollout_batch_size)
         return TransformersEngine.from_model(model, pad_token_id=0, max_batch_size=self.max_rollout_batch_size)
 
     def unregistered_modules(self) -> Sequence[nn.Module]:
