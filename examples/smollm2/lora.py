@@ -1,12 +1,8 @@
-"""GRPO of low-rank adapters: a policy with LoRA layers inside, and an engine that has them too."""
+"""GRPO of low-rank adapters: a policy with LoRA layers inside."""
 
-import copy
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
-
-from lightning_rlbatch import PPOModule
-from lightning_rlbatch.rollout import RolloutEngine, TransformersEngine
 
 
 def lora_policy(folder: str = "outputs/smollm2/policy", rank: int = 16) -> PreTrainedModel:
@@ -26,11 +22,3 @@ def lora_policy(folder: str = "outputs/smollm2/policy", rank: int = 16) -> PreTr
     # The second matrix starts at zero, so the policy starts as the pretrained model; the first is drawn from the run's seed.
     adapted: PreTrainedModel = inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets), model)
     return adapted
-
-
-class LoRAModule(PPOModule):
-    """:class:`PPOModule` whose engine copies the policy with its adapters; arguments as there."""
-
-    def build_engine(self, model: PreTrainedModel) -> RolloutEngine:
-        """Return an engine around a whole copy: one made from the configuration alone would have no adapters."""
-        return TransformersEngine(copy.deepcopy(model), pad_token_id=0, max_batch_size=self.max_rollout_batch_size)

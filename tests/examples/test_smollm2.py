@@ -8,7 +8,8 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.smollm2 import lora, task, weights
+from examples.smollm2 import task, weights
+from lightning_rlbatch import PPOModule
 from lightning_rlbatch.cli.explanation import explain
 from lightning_rlbatch.cli.run_config import run_config
 from lightning_rlbatch.rollout import RolloutRequest, SamplingParams
@@ -131,6 +132,9 @@ class LowRank(torch.nn.Module):
         self.lora_a = torch.nn.Linear(layer.in_features, 2, bias=False)
         self.lora_b = torch.nn.Linear(2, layer.out_features, bias=False)
 
+    def enable_adapters(self, enabled):
+        """Never called here; with ``base_layer`` it is what marks an adapter."""
+
     def forward(self, x):
         return self.base_layer(x) + self.lora_b(self.lora_a(x))
 
@@ -139,7 +143,7 @@ def test_engine_of_a_policy_with_adapters_follows_the_adapters():
     model = tiny_smollm2().requires_grad_(False)
     for block in model.model.layers:
         block.self_attn.v_proj = LowRank(block.self_attn.v_proj)
-    module = lora.LoRAModule(lambda: model, [task.correct])
+    module = PPOModule(lambda: model, [task.correct])
     engine = module.build_engine(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
