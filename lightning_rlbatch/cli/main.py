@@ -8,6 +8,18 @@ from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.explanation import check
 from lightning_rlbatch.cli.run_config import run_config
 
+USAGE = """usage: rlbatch COMMAND [options]
+
+  fit       train: rlbatch fit --config run.yaml
+  validate  roll out and reward the validation prompts
+  explain   sizes, options in effect, memory and mistakes of a configuration, without a GPU and without loading anything
+  verify    is the gradient the same padded, packed, sharded?
+  plan      cut real lengths into micro-batches, and compare methods
+  report    one HTML page with the plots of a run
+  export    write the policy of a checkpoint as a transformers folder
+
+`rlbatch COMMAND --help` has the options of each."""
+
 _OWN = {"explain": "explain", "export": "export", "plan": "plan_command", "verify": "verify", "report": "report"}
 _NOT_A_RUN = {"-h", "--help", "--print_config", "--print_shtab"}
 
@@ -25,13 +37,19 @@ def main(args: list[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     arguments = sys.argv[1:] if args is None else args
-    if arguments and arguments[0] in _OWN:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    if arguments[0] not in (*_OWN, "fit", "validate") and not arguments[0].startswith("-"):
+        print(f"There is no command {arguments[0]!r}.\n\n{USAGE}", file=sys.stderr)
+        raise SystemExit(2)
+    if arguments[0] in _OWN:
         command = importlib.import_module(f"lightning_rlbatch.cli.{_OWN[arguments[0]]}")
         code = command.main(arguments[1:])
         if code:
             raise SystemExit(code)
         return
-    if arguments and arguments[0] in ("fit", "validate") and not any(map(_only_asks, arguments)):
+    if arguments[0] in ("fit", "validate") and not any(map(_only_asks, arguments)):
         _refuse_before_loading(arguments[1:])
     importlib.import_module("lightning_rlbatch.cli.lightning_cli").run(args)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_rlbatch.cli.findings import Findings, note, refused
 from lightning_rlbatch.cli.run_config import RunConfig, Section
-from lightning_rlbatch.cli.signatures import REQUIRED, Option
+from lightning_rlbatch.cli.signatures import REQUIRED, Option, class_source
 
 OTHER_NAMES = {
     # verl
@@ -56,11 +56,26 @@ def _check_section(section: Section, options: dict[str, Option]) -> Findings:
     for name, value in section.given.items():
         if name not in options:
             yield refused(name, text=f"{section.name} has no option `{name}`.{_suggest(name, list(options))}")
+        elif isinstance(value, dict | list):
+            for part in value if isinstance(value, list) else [value]:
+                yield from _check_part(part)
         elif (expected := _mismatch(options[name], value)) is not None:
             yield refused(name, text=f"`{name}` must be {expected} but is {value!r}.")
     for name, option in options.items():
         if option.default is REQUIRED and name not in section.given:
             yield refused(name, text=f"{section.name} needs `{name}`. Add it under {section.key}.init_args.")
+
+
+def _check_part(value: Any) -> Findings:
+    """Find misspelt options of a class of this package that an option holds, such as a policy loss or a callback."""
+    path, given = (value.get("class_path"), value.get("init_args")) if isinstance(value, dict) else (None, None)
+    if not isinstance(path, str) or not path.startswith("lightning_rlbatch.") or not isinstance(given, dict):
+        return
+    source = class_source(path)
+    known = None if source is None else source.options
+    for name in given:
+        if known is not None and name not in known:
+            yield refused(name, text=f"{path.rpartition('.')[2]} has no option `{name}`.{_suggest(name, list(known))}")
 
 
 def _mismatch(option: Option, value: Any) -> str | None:

@@ -13,6 +13,7 @@ from lightning_rlbatch.data.batching import BatchingOptions, check_critic_option
 from lightning_rlbatch.data.prompt_reading import PromptSource, TokenizerSource, load_tokenizer, read_prompts
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.rollout_loader import CollectsRollouts, Position, PromptLoader, RolloutLoader
+from lightning_rlbatch.data.sources import NoValidation
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.strategies.access import meshes_of
@@ -131,6 +132,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        NoValidation.refuse(stage, self.val_source, "val_prompts")
         if self._train is not None:
             return
         group = None if self.trainer is None else meshes_of(self.trainer).world_group
@@ -225,8 +227,8 @@ class RolloutDataModule(pl.LightningDataModule):
         return RolloutLoader(self, module, dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True)))
 
     @override
-    def val_dataloader(self) -> "PromptLoader | list[Any]":
-        return [] if self._val is None else PromptLoader(self._val, self.val_batch_size or len(self._val))
+    def val_dataloader(self) -> "PromptLoader | NoValidation":
+        return NoValidation() if self._val is None else PromptLoader(self._val, self.val_batch_size or len(self._val))
 
     @override
     def state_dict(self) -> dict[str, Any]:

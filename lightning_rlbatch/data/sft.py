@@ -12,6 +12,7 @@ from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.indices import PlannedIndices
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
+from lightning_rlbatch.data.sources import NoValidation
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.functional.packing import PackedBatch
@@ -122,6 +123,7 @@ class SFTDataModule(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        NoValidation.refuse(stage, self.val_source, "val_dataset")
         group = None if self.trainer is None else meshes_of(self.trainer).world_group
         for name, source in (("train", self.train_source), ("val", self.val_source)):
             if source is not None and name not in self._loaded:
@@ -169,8 +171,8 @@ class SFTDataModule(pl.LightningDataModule):
         return self._loader("train", self._train_sampler)
 
     @override
-    def val_dataloader(self) -> DataLoader[MiniBatch] | list[Any]:
-        return self._loader("val", self._sampler("val", shuffle=False)) if "val" in self._loaded else []
+    def val_dataloader(self) -> DataLoader[MiniBatch] | NoValidation:
+        return self._loader("val", self._sampler("val", shuffle=False)) if "val" in self._loaded else NoValidation()
 
     # -- position --------------------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
-"""Resolve what configuration files name by an import path."""
+"""Sources of a DataModule: what configuration files name by an import path, and validation data that is not there."""
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,3 +32,26 @@ def import_callable(path: str) -> Callable[..., Any] | None:
     if not callable(found):
         raise ValueError(f"{path!r}: module {module_name!r} has no function or class {name!r}.")
     return found  # type: ignore[no-any-return]  # attributes of a module found at run time have no type
+
+
+class NoValidation(list[Any]):
+    """What a ``val_dataloader`` without data returns: no batches, and no warning of Lightning that there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        warnings.filterwarnings("ignore", message="Total length of `NoValidation` across ranks is zero")
+
+    @staticmethod
+    def refuse(stage: str, source: Any, option: str) -> None:
+        """Raise if validation is asked for and there is nothing to validate on: it would end at once and say nothing.
+
+        Args:
+            stage: As Lightning passes it to ``setup``.
+            source: The configured validation data.
+            option: Its name.
+
+        Raises:
+            ValueError: ``validate`` without data.
+        """
+        if stage == "validate" and source is None:
+            raise ValueError(f"There is nothing to validate on: set {option}.")

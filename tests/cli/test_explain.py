@@ -61,6 +61,17 @@ def test_a_mis_set_option_is_told_from_those_in_effect_and_the_reason_says_what_
     assert (found.state, reason in found.why) == (state, True), found.why
 
 
+def test_a_misspelt_option_of_a_loss_or_a_callback_is_refused():
+    loss = {"class_path": "lightning_rlbatch.functional.PPOClip", "init_args": {"clip_lw": 0.1, "clip_high": 0.3}}
+    content = config(model={"policy_loss": loss})
+    content["trainer"]["callbacks"] = [{"class_path": "lightning_rlbatch.callbacks.PretrainedExport", "init_args": {"dirpat": "x"}}]
+    texts = [finding.text for finding in explain(run_config(content)).findings if finding.level == "refused"]
+    assert texts == [
+        "PPOClip has no option `clip_lw`. Did you mean `clip_low`?",
+        "PretrainedExport has no option `dirpat`. Did you mean `dirpath`?",
+    ]
+
+
 @pytest.mark.parametrize("option", ["equal_size", "oversize"])
 def test_an_option_said_to_be_without_effect_changes_no_plan(option):
     changed = MIS_SET[option][0]["data"]

@@ -164,7 +164,6 @@ def test_overfit_batches_gives_the_same_prompts_and_samples_every_epoch():
         journal = Journal()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*limit_train_batches or overfit_batches")
-            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             fit(size, overfit_batches=1, limit_val_batches=0, callbacks=[journal])
             seen = []
 

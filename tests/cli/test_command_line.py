@@ -25,3 +25,15 @@ def test_the_whole_configuration_that_is_printed_or_saved_can_be_run_again(conte
 
 def test_a_tokenizer_may_be_named_by_its_import_path():
     assert load_tokenizer("collections.OrderedDict") == {}
+
+
+def test_help_names_every_command(capsys):
+    main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"\n  {command} " in printed for command in ("fit", "validate", "explain", "verify", "plan", "report", "export"))
+
+
+def test_an_unknown_command_is_told_with_those_that_exist(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--config", "run.yaml"])
+    assert "There is no command 'train'" in capsys.readouterr().err
