@@ -58,9 +58,14 @@ def run(config: str, *overrides: str) -> None:
 def report(console: Console, num_samples: int) -> None:
     """Print sampled accuracy before and after RL, and write the pictures."""
     # Imported here: the training commands above are processes of their own, and start sooner without these.
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
     from examples.hanoi.evaluation import accuracy_by_disks
     from examples.hanoi.plots import reward_curve
 
+    disable_progress_bar()
+    torch.set_num_threads(1)  # a model of this size gains nothing from a second thread, which would spin wherever a core is busy
     before, after = (accuracy_by_disks(OUTPUT / phase / "policy", num_samples) for phase in ("sft", "grpo"))
     table = Table(title=f"Sampled accuracy, {num_samples} answers per puzzle")
     for column in ("puzzles", "moves needed", "after warm-up", "after RL"):

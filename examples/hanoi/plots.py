@@ -81,11 +81,11 @@ def reward_curve(
     for column, color, style in (("length/p95", _GREY, "--"), ("length/mean", _BLUE, "-")):
         xs, ys = read_curve(csv_path, column)
         lengths.plot(xs, ys, style, color=color, linewidth=1.5, label=column.removeprefix("length/"))
-    lengths.set(ylim=(0, None), xlabel="iteration", title="Response length [tokens]")
+    lengths.set(ylim=(0, 1.05 * lengths.get_ylim()[1]), xlabel="iteration", title="Response length [tokens]")
     lengths.legend(loc="lower right", frameon=False, ncols=2)
     xs, ys = read_curve(csv_path, "train/entropy")
     entropy.plot(xs, ys, color=_BLUE, linewidth=1.5)
-    entropy.set(ylim=(0, None), xlabel="iteration", title="Entropy of the policy [nats per token]")
+    entropy.set(ylim=(0, 1.05 * entropy.get_ylim()[1]), xlabel="iteration", title="Entropy of the policy [nats per token]")
     for axes in (main, lengths, entropy):
         _plain(axes)
     figure.savefig(Path(png_path), dpi=150)

@@ -185,10 +185,10 @@ def _show(rows: list[dict[str, Any]], plans: list[BatchPlan], lengths: list[int]
             style="bold",
         )
     )
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("method", no_wrap=True)
-    for name in ("efficiency", "time", "micro-steps", "imbalance mean / max", "fill", "largest", "fillers"):
-        table.add_column(name, justify="right")
+    for name in ("effi-\nciency", "time", "micro-\nsteps", "imbalance\nmean, max", "fill", "largest", "fil-\nlers"):
+        table.add_column(name, justify="right", no_wrap=True)
     ours = rows[-1]["step_workload"]
     for row in rows:
         table.add_row(
@@ -196,8 +196,8 @@ def _show(rows: list[dict[str, Any]], plans: list[BatchPlan], lengths: list[int]
             f"{100 * row['efficiency']:.1f}%",
             f"{row['step_workload'] / ours:.3f}" if ours else "-",
             f"{row['micro_steps']:g}",
-            f"{row['imbalance']:.3f} / {row['imbalance_max']:.3f}",
-            f"{100 * row['fill']:.1f}%",
+            f"{row['imbalance']:.2f} {row['imbalance_max']:.2f}",
+            f"{100 * row['fill']:.0f}%",
             f"{row['max_tokens']:,.0f}",
             f"{row['fillers']:.0f}",
         )

@@ -184,6 +184,8 @@ def rollout_sums(names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str,
         "tokens": float(sum(sum(rollout.response_mask) for rollout in rollouts)),
         "truncated": float(sum(rollout.completion.finish_reason == "length" for rollout in rollouts)),
     }
+    totals = [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
+    sums |= {"rewards": math.fsum(totals), "rated": float(len(totals))}
     for position, name in enumerate(names):
         verdicts = [rollout.components[position] for rollout in rollouts if not math.isnan(rollout.components[position])]
         sums |= {f"reward:{name}": math.fsum(verdicts), f"verdicts:{name}": float(len(verdicts))}
@@ -198,10 +200,11 @@ def reward_metrics(sums: Mapping[str, float], prefix: str = "") -> dict[str, flo
         prefix: Prefix of the metrics' names.
 
     Returns:
-        Mean reward per function (NaN if it had no verdict), mean response length and share of truncated responses.
+        Mean reward and mean of each function (NaN without any verdict), mean response length and share of truncated responses.
     """
     rewards = {key.removeprefix("reward:"): value for key, value in sums.items() if key.startswith("reward:")}
     metrics = {f"{prefix}reward/{name}": _quotient(value, sums[f"verdicts:{name}"]) for name, value in rewards.items()}
+    metrics[f"{prefix}reward/mean"] = _quotient(sums["rewards"], sums["rated"])
     metrics[f"{prefix}length/mean"] = _quotient(sums["tokens"], sums["rollouts"])
     metrics[f"{prefix}length/truncated"] = _quotient(sums["truncated"], sums["rollouts"])
     return metrics

@@ -296,6 +296,8 @@ class PPOModule(PPORoles):
         super().training_step(batch, batch_idx)
         if self._collection_metrics:
             self.log_dict(self._collection_metrics, batch_size=1)
+            if "reward/mean" in self._collection_metrics:  # not of recorded rollouts
+                self.log("reward", self._collection_metrics["reward/mean"], prog_bar=True, logger=False, batch_size=1)
             self._collection_metrics = {}
 
     # -- validation --------------------------------------------------------------------------------------------------------------

@@ -163,6 +163,8 @@ def test_passes_over_the_prompts_are_logged_as_a_fraction(runs):
 def test_three_validation_prompts_give_the_same_metric_on_any_number_of_ranks(layout, runs):
     expected = runs[LAYOUTS[0]][0]["ppo"].validation
     assert expected["val/length/mean"] == pytest.approx((7 + 1 + 3) / 3)
+    functions = [value for name, value in expected.items() if name.startswith("val/reward/") and name != "val/reward/mean"]
+    assert expected["val/reward/mean"] == pytest.approx(sum(functions))
     for rank in runs[layout]:
         assert rank["ppo"].validation == pytest.approx(expected, rel=1e-12)
 
