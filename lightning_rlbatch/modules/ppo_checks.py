@@ -17,7 +17,11 @@ def check_ppo_options(module: "PPOModule") -> None:
 
     Raises:
         ValueError: Names the options, their values and what to change.
+        TypeError: A reward function that cannot be called.
     """
+    for function in module.reward_functions:
+        if not callable(function):
+            raise TypeError(f"reward_functions must be functions but hold {function!r}. Import it and pass the function itself.")
     if not module.reward_functions and module.reward_model_source is None:
         raise ValueError("Expected at least one reward function, or a reward_model. Pass reward_functions=[my_reward].")
     if module.reward_model_source is not None and module.max_sampling_rounds > 1:

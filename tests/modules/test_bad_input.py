@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rlbatch.data import BatchingOptions, RolloutDataModule, SFTDataModule
 from lightning_rlbatch.functional import FunctionLoss
-from lightning_rlbatch.modules import SFTModule
+from lightning_rlbatch.modules import PPOModule, SFTModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 
@@ -268,3 +268,8 @@ def test_trainer_options_that_manual_optimization_refuses_point_to_ours(option):
     data = SFTDataModule([constant_sample(2, 1.0)], mini_batch_size=1, max_tokens_per_rank=8)
     with pytest.raises(MisconfigurationException, match="max_grad_norm" if "gradient_clip_val" in option else "max_tokens_per_rank"):
         make_trainer(1, "auto", max_steps=1, **option).fit(ConstantLossModule(), datamodule=data)
+
+
+def test_a_reward_function_given_by_name_in_python_is_refused_at_once():
+    with pytest.raises(TypeError, match="'my_project.reward'. Import it"):
+        PPOModule(tiny_llama, ["my_project.reward"])
