@@ -271,5 +271,5 @@ def test_trainer_options_that_manual_optimization_refuses_point_to_ours(option):
 
 
 def test_a_reward_function_given_by_name_in_python_is_refused_at_once():
-    with pytest.raises(TypeError, match="'my_project.reward'. Import it"):
+    with pytest.raises(TypeError, match="Import it and pass the function"):
         PPOModule(tiny_llama, ["my_project.reward"])
