@@ -41,7 +41,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # The site goes to site/; --strict turns a dead link or a page without a place in the navigation into an error.
 docs: $(VENV)/.installed
