@@ -172,6 +172,9 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
             return cast(Tokenizer, maker())
         from transformers import AutoTokenizer
 
+        from lightning_rlbatch.models.pretrained import TOKENIZER_FILES, require_pretrained
+
+        require_pretrained(source, "tokenizer", TOKENIZER_FILES)
         return cast(Tokenizer, AutoTokenizer.from_pretrained(source))
     # transformers' tokenizers are callable themselves
     is_tokenizer = hasattr(source, "encode") and not isinstance(source, type)

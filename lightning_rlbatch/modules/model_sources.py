@@ -10,12 +10,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlbatch.data.sources import import_callable
+from lightning_rlbatch.models.pretrained import require_pretrained
 
 ModelSource: TypeAlias = str | Callable[[], PreTrainedModel]
 """A function without arguments that makes the model, its import path, or the folder or hub name of a pretrained model."""
 
 
-def load_model(source: ModelSource, dtype: torch.dtype = torch.float32, *, without_weights: bool = False) -> PreTrainedModel:
+def load_model(
+    source: ModelSource, dtype: torch.dtype = torch.float32, *, without_weights: bool = False, option: str = "policy"
+) -> PreTrainedModel:
     """Make a model.
 
     Args:
@@ -23,20 +26,23 @@ def load_model(source: ModelSource, dtype: torch.dtype = torch.float32, *, witho
         dtype: Dtype of the trained (master) weights of a pretrained model.
         without_weights: True makes a pretrained model on the meta device, for a strategy that brings the weights from rank 0; models
             made by a function are whole all the same.
+        option: Name of the option that ``source`` came from, for errors.
 
     Returns:
         A model in training mode whose configuration nobody else shares.
 
     Raises:
         TypeError: The function returned something else than a transformers model.
+        ValueError: There is no such folder or hub name; within seconds.
     """
     maker = import_callable(source) if isinstance(source, str) and not Path(source).exists() else source
     if isinstance(source, str) and (maker is None or maker is source):
+        require_pretrained(source, option)
         model: object = _without_weights(source, dtype) if without_weights else AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     else:
         model = cast(Callable[[], PreTrainedModel], maker)()
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"Expected the model source to make a transformers PreTrainedModel but got {type(model).__name__}.")
+        raise TypeError(f"Expected {option} to make a transformers PreTrainedModel but got {type(model).__name__}.")
     model.config = copy.deepcopy(model.config)  # two models made from one config object would switch attention together
     model.train()
     return model

@@ -62,7 +62,7 @@ class PPORoles(PPOUpdate):
         self.policy = self._scorer(model, value_head=self.critic_source == "shared")
         if self.critic_source is not None and self.critic_source != "shared":
             # Values need no LM head, and an unused one would have no gradient.
-            critic = cast(PreTrainedModel, load_model(self.critic_source).base_model)
+            critic = cast(PreTrainedModel, load_model(self.critic_source, option="critic").base_model)
             disable_dropout(critic)
             self.critic = self._scorer(critic, value_head=True)
 

@@ -15,6 +15,7 @@ from lightning_rlbatch.distributed.exchange import exchange_samples
 from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.distributed.reductions import all_gather_lengths
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.models.pretrained import require_pretrained
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout
 
@@ -35,9 +36,11 @@ def build_reward_scorer(source: ModelSource, *, remove_padding: bool, sp_group: 
 
     Raises:
         TypeError: The source makes something else than a transformers model.
-        ValueError: The model has no head named ``score`` with one output.
+        ValueError: There is no such folder or hub name, or the model has no head named ``score`` with one output.
     """
     maker = import_callable(source) if isinstance(source, str) else source
+    if maker is None:
+        require_pretrained(cast(str, source), "reward_model")
     model: object = AutoModelForSequenceClassification.from_pretrained(cast(str, source)) if maker is None else maker()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"Expected reward_model to make a transformers model but got {type(model).__name__}.")
