@@ -1,8 +1,7 @@
-"""Show rollouts while training: as a table, as JSON lines, as numbers."""
+"""Show rollouts while training: as a table, in files, as numbers."""
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
+from lightning_rlbatch.callbacks.logger_outputs import log_histogram, log_table
+from lightning_rlbatch.callbacks.rollout_files import FileFormat, check_format, write_rows, write_text
 from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback, Rollouts
 from lightning_rlbatch.data.recording import file_name, folder_name
 from lightning_rlbatch.data.store import SAMPLE_ID, RolloutTable
@@ -25,31 +26,39 @@ _SHOWN = ("prompt", "completion", "reward", "advantage", "num_response_tokens")
 
 
 class RolloutLogger(RolloutCallback):
-    """Print a few rollouts per iteration, write all of them as JSON lines, and describe their lengths and rewards.
+    """Print a few rollouts per iteration, write all of them to files, and describe their lengths and rewards.
 
     * Console (rank zero): a table of rank zero's first rollouts, and histograms of all rollouts' lengths and rewards.
-    * ``dirpath``: every rank writes its rollouts to ``iteration_000003/rank_00001.jsonl`` (``prompt``, ``completion``, ``reward``,
-      ``advantage``, ``num_response_tokens``, ``sample_id``, ``group_id``, ``iteration``); rank zero writes
+    * ``dirpath``: every rank writes its rollouts to ``iteration_000003/rank_00001.jsonl`` or ``.parquet`` (``prompt``, ``completion``,
+      ``reward``, ``advantage``, ``num_response_tokens``, ``sample_id``, ``group_id``, ``iteration``); rank zero writes
       ``iteration_000003/histograms.json``. :class:`ReplayDataModule` reads the folder.
-    * Loggers (rank zero): quantiles, ``rollouts/length_p50`` and so on; the table where a logger has ``log_table`` (W&B).
+    * Loggers (rank zero): quantiles, ``rollouts/length_p50`` and so on, to all of them; the table ``rollouts`` and the histograms
+      ``rollouts/length`` and ``rollouts/reward`` to those that take them (TensorBoard, W&B, others with ``log_table`` or ``log_text``).
 
     The advantage of a rollout is the mean over its response tokens. Rollouts without a reward are not shown.
 
     Args:
-        dirpath: Folder of the JSON lines; None writes none.
+        dirpath: Folder of the files; None writes none.
+        file_format: Of the files: JSON lines, or Parquet (extra ``parquet``).
         every_n_iterations: Show every n-th iteration.
         max_rows: Most rollouts in a table; 0 prints nothing.
         max_text_length: Characters of a text in the console's table; the end is cut off.
-        num_bins: Bins of a histogram.
+        num_bins: Bins of a histogram on the console and in ``histograms.json``; loggers choose their own.
 
     Raises:
         ValueError: A number is out of range.
+        ImportError: Parquet without pyarrow.
+
+    Example::
+
+        trainer = Trainer(strategy="rlbatch_fsdp", callbacks=[RolloutLogger("outputs/rollouts", file_format="parquet")])
     """
 
     def __init__(
         self,
         dirpath: str | None = None,
         *,
+        file_format: FileFormat = "jsonl",
         every_n_iterations: int = 1,
         max_rows: int = 4,
         max_text_length: int = 200,
@@ -63,7 +72,11 @@ class RolloutLogger(RolloutCallback):
         ):
             if value < least:
                 raise ValueError(f"Expected {name} to be at least {least} but got {value}.")
+        check_format(file_format)
+        if file_format != "jsonl" and dirpath is None:
+            raise ValueError(f"file_format={file_format!r} has no effect without dirpath. Set dirpath, or drop it.")
         self.dirpath = dirpath
+        self.file_format = file_format
         self.every_n_iterations = every_n_iterations
         self.max_rows = max_rows
         self.max_text_length = max_text_length
@@ -81,10 +94,9 @@ class RolloutLogger(RolloutCallback):
             rows = rollout_rows(rollouts, None if writes else self.max_rows) if writes or trainer.is_global_zero else []
             if self.dirpath is not None and writes:
                 folder = Path(self.dirpath) / folder_name(rollouts.iteration)
-                lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                _write(folder / file_name(meshes.dp_rank, "jsonl"), lines)
+                write_rows(folder / file_name(meshes.dp_rank, self.file_format), rows, self.file_format)
                 if trainer.is_global_zero:
-                    _write(folder / "histograms.json", json.dumps(histograms) + "\n")
+                    write_text(folder / "histograms.json", json.dumps(histograms) + "\n")
             if trainer.is_global_zero:
                 self._show(rollouts.iteration, rows[: self.max_rows], histograms)
                 self._log(trainer, rows[: self.max_rows], rollouts.store.table)
@@ -100,9 +112,11 @@ class RolloutLogger(RolloutCallback):
     def _log(self, trainer: "pl.Trainer", rows: Sequence[dict[str, Any]], table: RolloutTable) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(rollout_quantiles(table), step=trainer.global_step)
-            log_table = getattr(logger, "log_table", None)
-            if log_table is not None and rows:
-                log_table(key="rollouts", columns=list(_SHOWN), data=[[row[name] for name in _SHOWN] for row in rows])
+            if rows:
+                log_table(logger, "rollouts", _SHOWN, [[row[name] for name in _SHOWN] for row in rows], trainer.global_step)
+            for name, values in _columns(table).items():
+                if values:
+                    log_histogram(logger, f"rollouts/{name}", values, trainer.global_step)
 
 
 def rollout_rows(rollouts: Rollouts, max_rows: int | None = None) -> list[dict[str, Any]]:
@@ -210,10 +224,3 @@ def _describe(histogram: dict[str, list[float]]) -> str:
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[:length] + "..."
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

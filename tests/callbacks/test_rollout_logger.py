@@ -1,10 +1,15 @@
+import importlib.util
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import WandbLogger
 
 from lightning_rlbatch.callbacks import rollout_logger
+from lightning_rlbatch.callbacks.logger_outputs import markdown_table
 from lightning_rlbatch.callbacks.rollout_hooks import Rollouts
 from lightning_rlbatch.callbacks.rollout_logger import RolloutLogger, rollout_histograms, rollout_quantiles
 from lightning_rlbatch.data.batching import BatchingOptions
@@ -66,10 +71,53 @@ class Numbers:
 
 
 class Tables(Numbers):
-    """A logger that takes tables too, as Weights & Biases' does."""
+    """A logger that takes tables too."""
 
-    def log_table(self, key, columns, data):
-        self.table = (key, columns, data)
+    def log_table(self, key, columns=None, data=None, dataframe=None, step=None):
+        self.table = (key, columns, data, step)
+
+
+class Texts(Numbers):
+    """A logger that takes texts in columns."""
+
+    def log_text(self, key, columns=None, data=None, dataframe=None, step=None):
+        self.table = (key, columns, data, step)
+
+
+class SummaryWriterStandIn:
+    """What TensorBoard's writer is asked to do, with the arguments that it has."""
+
+    def __init__(self):
+        self.texts, self.histograms = {}, {}
+
+    def add_text(self, tag, text_string, global_step=None, walltime=None):
+        self.texts[tag, global_step] = text_string
+
+    def add_histogram(self, tag, values, global_step=None, bins="tensorflow", walltime=None, max_bins=None):
+        self.histograms[tag, global_step] = np.histogram(values, bins=3)[0].tolist()
+
+
+class TensorBoardStandIn(Numbers):
+    def __init__(self):
+        super().__init__()
+        self.experiment = SummaryWriterStandIn()
+
+
+class WandbStandIn(WandbLogger):
+    """Lightning's own logger, its run replaced by a list."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log_metrics(self, metrics, step=None):
+        self.logged.append((step, metrics))
+
+
+def wandb_stand_in():
+    module = ModuleType("wandb")
+    module.Table = lambda columns, data, dataframe: ("table", columns, data)
+    module.Histogram = lambda sequence: ("histogram", sequence)
+    return module
 
 
 def trainer_of(meshes, *loggers):
@@ -154,8 +202,83 @@ def test_histograms_count_the_rollouts_of_all_ranks(tmp_path):
     assert histograms["reward"]["edges"] == pytest.approx([0, 1 / 3, 2 / 3, 1])
 
 
-def test_loggers_get_quantiles_and_those_with_tables_the_table(capsys):
-    numbers, tables = Numbers(), Tables()
+def test_parquet_files_hold_what_json_lines_hold_with_the_same_types_on_every_rank(tmp_path):
+    def write_and_read(rank, world_size):  # in processes of their own: a parent with Arrow's threads should not fork ranks
+        import pyarrow.parquet
+
+        for file_format in ("jsonl", "parquet"):
+            log(meshes=data_parallel_meshes(), dirpath=str(tmp_path / file_format), file_format=file_format, max_rows=0)
+        torch.distributed.barrier()
+        tables = [pyarrow.parquet.read_table(file) for file in sorted((tmp_path / "parquet" / "iteration_000003").glob("*.parquet"))]
+        rewards = sorted(RolloutDump(tmp_path / "parquet", Letters()).read(3, 0, 1)["reward"].tolist())
+        return [table.to_pylist() for table in tables], {str(table.schema) for table in tables}, rewards
+
+    parts, schemas, rewards = run_distributed(write_and_read, 2)[0]
+    lines = [file.read_text().splitlines() for file in sorted((tmp_path / "jsonl" / "iteration_000003").glob("*.jsonl"))]
+    assert parts == [[json.loads(line) for line in part] for part in lines]
+    assert len(parts) == 2
+    assert len(schemas) == 1
+    assert rewards == [0.0, 0.25, 1.0]
+    assert sorted(path.name for path in (tmp_path / "parquet" / "iteration_000003").iterdir())[0] == "histograms.json"
+
+
+def test_parquet_without_pyarrow_is_refused_where_the_callback_is_made(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"file_format='parquet' needs pyarrow: pip install 'lightning-rlbatch\[parquet\]'"):
+        RolloutLogger("folder", file_format="parquet")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dirpath": "x", "file_format": "csv"}, "Expected file_format to be 'jsonl' or 'parquet' but got 'csv'"),
+        ({"file_format": "parquet"}, "file_format='parquet' has no effect without dirpath"),
+    ],
+)
+def test_formats_that_are_unknown_or_without_effect_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutLogger(**options)
+
+
+def test_texts_that_have_no_utf8_are_written_all_the_same(tmp_path):
+    rollout_logger.write_text(tmp_path / "folder" / "x.txt", "a\ud800b\n")
+    assert (tmp_path / "folder" / "x.txt").read_text(encoding="utf-8") == "a?b\n"
+
+
+def test_tensorboard_gets_the_table_as_text_and_histograms_of_all_rollouts(capsys):
+    logger = TensorBoardStandIn()
+    log(logger, max_rows=9)
+    writer = logger.experiment
+    assert writer.histograms == {("rollouts/length", 12): [3, 0, 1], ("rollouts/reward", 12): [2, 0, 1]}
+    lines = writer.texts["rollouts", 12].splitlines()
+    assert lines[0] == "| prompt | completion | reward | advantage | num_response_tokens |"
+    assert len(lines) == 2 + 3
+    assert "| ab | x | 1 | -1.5 | 2 |" in lines
+    capsys.readouterr()
+
+
+def test_markdown_shows_texts_to_the_letter():
+    table = markdown_table(["text", "reward"], [["a|*b*\n<think>_1. x", None], ["naïve café", 0.123456]])
+    cells = table.splitlines()[2:]
+    assert cells[0] == "| a&#124;&#42;b&#42;<br>&#60;think&#62;&#95;1&#46; x | - |"
+    assert cells[1] == "| naïve café | 0.1235 |"
+
+
+def test_weights_and_biases_gets_the_table_and_histograms_with_the_step(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", wandb_stand_in())
+    logger = WandbStandIn()
+    log(logger, max_rows=1)
+    assert [step for step, _ in logger.logged] == [12] * 4
+    logged = {key: value for _, metrics in logger.logged for key, value in metrics.items()}
+    assert logged["rollouts"][2] == [["ab", "x", 1.0, -1.5, 2]]
+    assert logged["rollouts/length"] == ("histogram", [2.0, 4.0, 7.0, 41.0])
+    assert logged["rollouts/reward"] == ("histogram", [1.0, 0.0, 0.25])
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("kind", [Tables, Texts])
+def test_loggers_get_quantiles_and_those_with_tables_the_table(capsys, kind):
+    numbers, tables = Numbers(), kind()
     log(numbers, tables, max_rows=2)
     ((step, metrics),) = numbers.logged
     assert step == 12
@@ -164,8 +287,8 @@ def test_loggers_get_quantiles_and_those_with_tables_the_table(capsys):
     assert metrics["rollouts/length_max"] == 41
     assert metrics["rollouts/reward_p50"] == 0.25
     assert tables.logged == numbers.logged
-    key, columns, data = tables.table
-    assert (key, columns[0], len(data), data[0][:4]) == ("rollouts", "prompt", 2, ["ab", "x", 1.0, -1.5])
+    key, columns, data, step = tables.table
+    assert (key, columns[0], len(data), data[0][:4], step) == ("rollouts", "prompt", 2, ["ab", "x", 1.0, -1.5], 12)
     capsys.readouterr()
 
 

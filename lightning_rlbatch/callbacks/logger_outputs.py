@@ -1,0 +1,83 @@
+"""Hand a table and histograms to whatever experiment loggers take them."""
+
+import importlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.loggers import WandbLogger
+
+
+def log_table(logger: Any, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> bool:
+    """Log a table to a logger that takes tables or text.
+
+    Args:
+        logger: A Lightning logger. One with ``log_table`` or ``log_text`` (W&B) gets columns and rows; one whose ``experiment`` has
+            ``add_text`` (TensorBoard) a Markdown table that shows every character as it is.
+        key: Name of the table.
+        columns: Headings.
+        rows: A value per column.
+        step: Optimizer step.
+
+    Returns:
+        Whether the logger takes tables.
+    """
+    log = getattr(logger, "log_table", None) or getattr(logger, "log_text", None)
+    if log is not None:
+        log(key=key, columns=list(columns), data=[list(row) for row in rows], step=step)
+        return True
+    add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
+    if add_text is None:
+        return False
+    add_text(key, markdown_table(columns, rows), step)
+    return True
+
+
+def log_histogram(logger: Any, key: str, values: Sequence[float], step: int) -> bool:
+    """Log a histogram to a logger that makes them of values.
+
+    Args:
+        logger: A Lightning logger: W&B's, or one whose ``experiment`` has ``add_histogram`` (TensorBoard).
+        key: Name of the histogram.
+        values: At least one finite number.
+        step: Optimizer step.
+
+    Returns:
+        Whether the logger takes histograms.
+    """
+    if isinstance(logger, WandbLogger):
+        wandb = importlib.import_module("wandb")  # there, or the logger would not be
+        logger.log_metrics({key: wandb.Histogram(list(values))}, step=step)
+        return True
+    add_histogram = getattr(getattr(logger, "experiment", None), "add_histogram", None)
+    if add_histogram is None:
+        return False
+    add_histogram(key, np.asarray(values, dtype=np.float64), step)
+    return True
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table whose cells show their text to the letter: markup, bars and line ends included.
+
+    Args:
+        columns: Headings.
+        rows: A value per column; None becomes a dash, floating-point numbers get four digits.
+
+    Example:
+        >>> print(markdown_table(["text", "reward"], [["a|b", None]]))
+        | text | reward |
+        | --- | --- |
+        | a&#124;b | - |
+    """
+    lines = [list(columns), ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    escaped = re.sub(r"[!-/:-@\[-`{-~]", lambda match: f"&#{ord(match[0])};", str(value))  # all ASCII punctuation, which may mean something
+    return "<br>".join(escaped.split("\n"))
