@@ -2,24 +2,33 @@
 
 import argparse
 import json
-import statistics
-import warnings
+from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.lengths import read_lengths
-from lightning_rlbatch.functional.plan import BatchPlan
-from lightning_rlbatch.functional.planning import MICRO_STEP_OVERHEAD, plan_mini_batch
+from lightning_rlbatch.cli.plan_numbers import make_plan, measure, sweep
+from lightning_rlbatch.cli.plan_tables import show_iterations, show_methods, show_sweep
+from lightning_rlbatch.cli.run_config import RunConfig, run_config
 from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT
 
 METHODS: dict[str, dict[str, Any]] = {
     "before (contiguous)": {"balance": False},
     "two-layer (per_rank)": {"planner": "per_rank"},
     "ours (global)": {},
+}
+_SHARED_WITH_DATA = ("max_tokens_per_rank", "micro_batch_size", "mini_batch_size", "ppo_epochs", "equal_size", "oversize", "seed")
+_DEFAULTS = {
+    "dp": 1,
+    "sp": 1,
+    "equal_size": False,
+    "oversize": "error",
+    "coefficient": DEFAULT_COEFFICIENT,
+    "padded": False,
+    "ppo_epochs": 1,
 }
 
 
@@ -30,204 +39,167 @@ def main(arguments: list[str]) -> int:
         arguments: After ``plan``.
 
     Returns:
-        0, or 1 if the lengths cannot be planned this way.
+        0, 1 if the lengths cannot be planned this way, 2 if the configuration cannot be read.
     """
-    options = _parser().parse_args(arguments)
-    console = Console()
+    parser = _parser()
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and not options.config:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
-        lengths = read_lengths(options.lengths, options.field)
-        mini_batches = _mini_batches(lengths, options.mini_batch_size)
+        complete(options, overrides)
+        mini_batches, iterations = _mini_batches(options)
         if options.sweep:
             settings = sweep(mini_batches, options)
-            _print_json({"settings": settings}) if options.json else _show_sweep(settings, console, options)
-            return 0
-        plans = {name: [_plan(part, options, **method) for part in mini_batches] for name, method in METHODS.items()}
+            _print_json({"settings": settings}) if options.json else show_sweep(settings, Console(), options)
+        else:
+            _compare(mini_batches, iterations, options)
+    except ConfigFileError as error:
+        Console(stderr=True).print(Text(str(error), style="bold red"))
+        return 2
     except (ValueError, TypeError) as error:
         Console(stderr=True).print(Text(str(error), style="bold red"))
         return 1
-    rows: list[dict[str, Any]] = [{"method": name, **measure(found)} for name, found in plans.items()]
-    if options.json:
-        _print_json({"num_samples": len(lengths), "num_tokens": sum(lengths), "methods": rows})
-    else:
-        _show(rows, plans["ours (global)"], lengths, console)
-    if options.picture:
-        from lightning_rlbatch.callbacks.pictures import batch_plan_picture
-
-        batch_plan_picture(plans["ours (global)"][0], options.picture)
-        Console(stderr=True).print(Text(f"Wrote {options.picture}" + (" (the first mini-batch)." if len(mini_batches) > 1 else ".")))
     return 0
 
 
+def _compare(mini_batches: list[list[int]], iterations: list[int], options: argparse.Namespace) -> None:
+    plans = {name: [make_plan(part, options, **method) for part in mini_batches] for name, method in METHODS.items()}
+    rows: list[dict[str, Any]] = [{"method": name, **measure(found)} for name, found in plans.items()]
+    before, ours = plans["before (contiguous)"], plans["ours (global)"]
+    per_iteration = []
+    for number in dict.fromkeys(iterations):
+        steps = [index for index, iteration in enumerate(iterations) if iteration == number]
+        lengths = [length for index in steps for length in mini_batches[index]]
+        numbers = {name: measure([found[index] for index in steps]) for name, found in (("before", before), ("planned", ours))}
+        sizes = {"num_samples": len(lengths), "num_tokens": sum(lengths), "longest": max(lengths)}
+        per_step = [measure([ours[index]]) for index in steps]
+        per_iteration.append({"iteration": number, **sizes, **numbers, "mini_batches": per_step})
+    if options.json:
+        total = {"num_samples": sum(map(len, mini_batches)), "num_tokens": sum(map(sum, mini_batches))}
+        _print_json(total | {"methods": rows} | ({"iterations": per_iteration} if iterations else {}))
+    else:
+        console = Console()
+        show_methods(rows, ours, mini_batches, console)
+        show_iterations(per_iteration, console)
+    if options.picture:
+        from lightning_rlbatch.callbacks.pictures import batch_plan_picture
+
+        batch_plan_picture(ours[0], options.picture)
+        Console(stderr=True).print(Text(f"Wrote {options.picture}" + (" (the first mini-batch)." if len(mini_batches) > 1 else ".")))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rlbatch plan", description="Plan real sample lengths over ranks and micro-steps.")
-    parser.add_argument("lengths", help="JSONL of numbers or objects with a length, or plain numbers")
-    parser.add_argument("--field", help="field of the objects that holds the length")
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
-    parser.add_argument("--sp", type=int, default=1, help="sequence-parallel size (default 1)")
-    parser.add_argument("--max-tokens-per-rank", type=int, help="token budget of one GPU")
-    parser.add_argument("--micro-batch-size", type=int, help="samples per micro-batch instead of a budget")
-    parser.add_argument("--mini-batch-size", type=int, help="samples of one optimizer step (default: all); the file is cut in order")
-    parser.add_argument("--equal-size", action="store_true", help="as many samples on every rank, plus or minus one")
-    parser.add_argument("--oversize", choices=("error", "isolate"), default="error", help="what to do with a sample above the budget")
-    parser.add_argument("--coefficient", type=int, default=DEFAULT_COEFFICIENT, help="linear cost of a token (default %(default)s)")
-    parser.add_argument("--padded", action="store_true", help="micro-batches are padded to their longest sample")
-    parser.add_argument("--sweep", action="store_true", help="try budgets and sequence-parallel sizes on the same dp x sp GPUs")
-    parser.add_argument("--picture", metavar="PNG", help="draw the first mini-batch, before and after")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = argparse.ArgumentParser(
+        prog="rlbatch plan",
+        description="Plan real sample lengths over ranks and micro-steps. With --config, what is not given here is the run's.",
+    )
+    add = parser.add_argument
+    add("lengths", nargs="?", help="JSONL of numbers or objects with a length, or plain numbers")
+    add("--field", help="field of the objects that holds the length")
+    add("--from-rollouts", metavar="DIR", help="rollouts in place of lengths: folder of RolloutRecorder, RolloutLogger, or a JSONL dump")
+    add("--iteration", type=int, action="append", help="take only this iteration of the rollouts; may be repeated")
+    add("--tokenizer", help="counts the tokens of texts in a JSONL dump: folder, hub name or import path")
+    add("-c", "--config", action="append", default=[], help="configuration of a run; overrides are written as for fit")
+    add("--dp", type=int, help="data-parallel ranks (default 1)")
+    add("--sp", type=int, help="sequence-parallel size (default 1)")
+    add("--max-tokens-per-rank", type=int, help="token budget of one GPU")
+    add("--micro-batch-size", type=int, help="samples per micro-batch instead of a budget")
+    add("--mini-batch-size", type=int, help="prompts of one optimizer step with --from-rollouts, else samples in the file's order"
+        " (default: all)")  # fmt: skip
+    add("--ppo-epochs", type=int, help="passes over an iteration's rollouts, with --from-rollouts (default 1)")
+    add("--seed", type=int, help="of mini-batch membership, with --from-rollouts (default: the recorded one, else 0)")
+    add("--equal-size", action="store_true", default=None, help="as many samples on every rank, plus or minus one")
+    add("--oversize", choices=("error", "isolate"), help="what to do with a sample above the budget (default error)")
+    add("--coefficient", type=int, help=f"linear cost of a token (default {DEFAULT_COEFFICIENT})")
+    add("--padded", action="store_true", default=None, help="micro-batches are padded to their longest sample")
+    add("--sweep", action="store_true", help="try budgets and sequence-parallel sizes on the same dp x sp GPUs")
+    add("--picture", metavar="PNG", help="draw the first mini-batch, before and after")
+    add("--json", action="store_true", help="print JSON")
     return parser
 
 
-def _mini_batches(lengths: list[int], size: int | None) -> list[list[int]]:
+def complete(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Fill in what the command line leaves open, from the run's configuration if there is one, else with the defaults.
+
+    Args:
+        options: As parsed; changed in place.
+        overrides: Overrides of the configuration.
+    """
+    if (options.lengths is None) == (options.from_rollouts is None):
+        raise ValueError("Pass a file of lengths, or --from-rollouts DIR: exactly one of the two.")
+    if options.from_rollouts is None:
+        for name in ("iteration", "tokenizer", "ppo_epochs", "seed"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --from-rollouts. Drop it.")
+    elif options.field is not None:
+        raise ValueError("--field names a field of a file of lengths. Drop it with --from-rollouts.")
+    known: dict[str, Any] = {}
+    if options.config:
+        files = [part for path in options.config for part in ("--config", path)]
+        known = _of_run(run_config(read_config([*files, *overrides])))
+    # A cap on the command line replaces the configuration's, whichever of the two that sets.
+    if options.max_tokens_per_rank is not None or options.micro_batch_size is not None:
+        known = {name: value for name, value in known.items() if name not in ("max_tokens_per_rank", "micro_batch_size")}
+    for name, value in {**_DEFAULTS, **{name: value for name, value in known.items() if value is not None}}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def _of_run(run: RunConfig) -> dict[str, Any]:
+    if run.world_size is None:
+        raise ConfigFileError("The number of ranks depends on the machine. Set trainer.devices, for example --trainer.devices=8.")
+    return {
+        **{name: run.data.get(name) for name in _SHARED_WITH_DATA},
+        "dp": max(1, run.world_size // run.sp_size),
+        "sp": run.sp_size,
+        "coefficient": run.data.get("workload_coefficient"),
+        "padded": run.model.get("remove_padding") is False,
+        "tokenizer": run.data.get("tokenizer"),
+    }
+
+
+def _mini_batches(options: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
+    """Return the lengths of each mini-batch, and which iteration each belongs to (nothing for a file of lengths)."""
+    size = options.mini_batch_size
     if size is not None and size < 1:
         raise ValueError(f"--mini-batch-size must be at least 1 but is {size}.")
-    step = size or len(lengths)
-    return [lengths[start : start + step] for start in range(0, len(lengths), step)]
+    if options.from_rollouts is None:
+        lengths = read_lengths(options.lengths, options.field)
+        step = size or len(lengths)
+        return [lengths[start : start + step] for start in range(0, len(lengths), step)], []
+    from lightning_rlbatch.cli.rollout_lengths import read_iterations
+
+    found = read_iterations(options.from_rollouts, _encoder(options.tokenizer))
+    if options.iteration is not None:
+        missing = sorted(set(options.iteration) - {iteration.number for iteration in found})
+        if missing:
+            there = ", ".join(str(iteration.number) for iteration in found)
+            raise ValueError(f"{options.from_rollouts} has no iteration {missing[0]}; it has {there}.")
+        found = [iteration for iteration in found if iteration.number in options.iteration]
+    steps = [
+        (part, iteration.number)
+        for iteration in found
+        for part in iteration.mini_batches(size, ppo_epochs=options.ppo_epochs, seed=options.seed)
+    ]
+    if not steps:
+        raise ValueError(f"{options.from_rollouts} has no rollout with a reward.")
+    return [part for part, _ in steps], [number for _, number in steps]
 
 
-def _plan(lengths: list[int], options: argparse.Namespace, **changes: Any) -> BatchPlan:
-    arguments = {
-        "dp_size": options.dp,
-        "sp_size": options.sp,
-        "max_tokens_per_rank": options.max_tokens_per_rank,
-        "micro_batch_size": options.micro_batch_size,
-        "equal_size": options.equal_size,
-        "oversize": options.oversize,
-        "coefficient": options.coefficient,
-        "padded": options.padded,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # oversize samples were asked for; the table shows what they cost
-        return plan_mini_batch(lengths, **(arguments | changes))
+def _encoder(source: Any) -> Any:
+    """Return what counts tokens, made when it is first asked; None without a tokenizer."""
+    made: list[Any] = []
 
+    def encode(text: str) -> list[int]:
+        if not made:
+            from lightning_rlbatch.cli.made import callable_of
+            from lightning_rlbatch.data.prompt_reading import load_tokenizer
 
-def measure(plans: list[BatchPlan]) -> dict[str, float]:
-    """Return numbers of the plans of several mini-batches.
+            made.append(load_tokenizer(callable_of(source, "tokenizer") if isinstance(source, dict) else source))
+        return list(made[0].encode(text))
 
-    Args:
-        plans: One per mini-batch.
-
-    Returns:
-        ``efficiency`` (ideal / planned time), ``fill`` (tokens / budget), ``micro_steps`` per optimizer step, ``imbalance`` (slowest /
-        mean rank of a micro-step, mean and ``imbalance_max``), ``fillers``, ``max_tokens``, and ``step_workload``: sum of
-        the slowest rank's workloads.
-    """
-    busy = sum(int(plan.workloads.sum()) if not plan.padded else _padded_work(plan) for plan in plans)
-    planned = sum(plan.step_workload() * plan.dp_size for plan in plans)
-    imbalance = [value for plan in plans for value in plan.imbalance()]
-    micro_steps = sum(plan.num_micro_steps for plan in plans)
-    tokens = [plan.num_tokens(rank, step) for plan in plans for rank in range(plan.dp_size) for step in range(plan.num_micro_steps)]
-    return {
-        "efficiency": busy / planned if planned else 1.0,
-        "fill": statistics.fmean(plan.fill() for plan in plans),
-        "micro_steps": micro_steps / len(plans),
-        "imbalance": statistics.fmean(imbalance),
-        "imbalance_max": max(imbalance),
-        "fillers": float(sum(plan.num_fillers for plan in plans)),
-        "max_tokens": float(max(tokens)),
-        "step_workload": float(sum(plan.step_workload() for plan in plans)),
-    }
-
-
-def _padded_work(plan: BatchPlan) -> int:
-    return sum(plan.workload(rank, step) for rank in range(plan.dp_size) for step in range(plan.num_micro_steps))
-
-
-def sweep(mini_batches: list[list[int]], options: argparse.Namespace) -> list[dict[str, float]]:
-    """Plan under other budgets and sequence-parallel sizes on the same number of GPUs.
-
-    The estimated time is the sum of the slowest rank's workloads divided by the sequence-parallel size, plus an overhead of 1024 tokens
-    per micro-step (``MICRO_STEP_OVERHEAD``). Communication of sequence parallelism is not in it.
-
-    Args:
-        mini_batches: Lengths of each mini-batch.
-        options: As parsed.
-
-    Returns:
-        One row per setting that can run, cheapest first; ``time`` is relative to the cheapest.
-    """
-    if options.max_tokens_per_rank is None:
-        raise ValueError("--sweep varies the token budget: pass --max-tokens-per-rank as its middle.")
-    world = options.dp * options.sp
-    longest = max(max(part) for part in mini_batches)
-    rows = []
-    for sp in [size for size in (1, 2, 4, 8, 16, 32, 64) if world % size == 0]:
-        for budget in sorted({max(1, options.max_tokens_per_rank * factor // 4) for factor in (1, 2, 3, 4, 6, 8, 16)}):
-            if budget * sp < longest and options.oversize == "error":
-                continue
-            plans = [_plan(part, options, dp_size=world // sp, sp_size=sp, max_tokens_per_rank=budget) for part in mini_batches]
-            numbers = measure(plans)
-            overhead = MICRO_STEP_OVERHEAD * options.coefficient * numbers["micro_steps"] * len(plans)
-            rows.append(
-                {"dp": world // sp, "sp": sp, "max_tokens_per_rank": budget, **numbers, "time": numbers["step_workload"] / sp + overhead}
-            )
-    if not rows:
-        raise ValueError(
-            f"The longest sample has {longest} tokens: no setting of the sweep holds it. Raise --max-tokens-per-rank, or pass"
-            " --oversize isolate."
-        )
-    fastest = min(row["time"] for row in rows)
-    relative = [row | {"time": row["time"] / fastest} for row in rows]
-    # Of settings within a thousandth the simplest first: sequence parallelism communicates, and a larger budget needs more memory.
-    return sorted(relative, key=lambda row: (round(row["time"], 3), row["sp"], row["max_tokens_per_rank"]))
+    return None if source is None else encode
 
 
 def _print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2))
-
-
-def _show(rows: list[dict[str, Any]], plans: list[BatchPlan], lengths: list[int], console: Console) -> None:
-    plan = plans[0]
-    cap = f"budget {plan.budget:,} tokens" if plan.budget is not None else f"{plan.micro_batch_size} samples"
-    console.print(
-        Text(
-            f"{len(lengths)} samples, {sum(lengths):,} tokens (longest {max(lengths):,}, mean {sum(lengths) / len(lengths):,.0f}), "
-            f"{len(plans)} mini-batch(es), {plan.dp_size} data-parallel ranks x {plan.sp_size}, {cap} per micro-batch",
-            style="bold",
-        )
-    )
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("method", no_wrap=True)
-    for name in ("effi-\nciency", "time", "micro-\nsteps", "imbalance\nmean, max", "fill", "largest", "fil-\nlers"):
-        table.add_column(name, justify="right", no_wrap=True)
-    ours = rows[-1]["step_workload"]
-    for row in rows:
-        table.add_row(
-            row["method"],
-            f"{100 * row['efficiency']:.1f}%",
-            f"{row['step_workload'] / ours:.3f}" if ours else "-",
-            f"{row['micro_steps']:g}",
-            f"{row['imbalance']:.2f} {row['imbalance_max']:.2f}",
-            f"{100 * row['fill']:.0f}%",
-            f"{row['max_tokens']:,.0f}",
-            f"{row['fillers']:.0f}",
-        )
-    console.print(table)
-    console.print(
-        Text("efficiency: ideal / planned time. time: relative to ours. imbalance: slowest / mean rank of a micro-step.", style="dim")
-    )
-    bottleneck = plan.bottleneck()
-    if bottleneck is not None:
-        console.print(Text(bottleneck, style="yellow"))
-
-
-def _show_sweep(rows: list[dict[str, float]], console: Console, options: argparse.Namespace) -> None:
-    table = Table(title=f"{options.dp * options.sp} GPUs, cheapest first", title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for name in ("dp", "sp", "max tokens per rank", "time", "efficiency", "micro-steps", "fill", "imbalance"):
-        table.add_column(name, justify="right")
-    for row in rows[:20]:
-        table.add_row(
-            f"{row['dp']:g}",
-            f"{row['sp']:g}",
-            f"{row['max_tokens_per_rank']:g}",
-            f"{row['time']:.3f}",
-            f"{100 * row['efficiency']:.1f}%",
-            f"{row['micro_steps']:g}",
-            f"{100 * row['fill']:.1f}%",
-            f"{row['imbalance']:.3f}",
-        )
-    console.print(table)
-    best = rows[0]
-    console.print(
-        Text(f"Cheapest: max_tokens_per_rank={best['max_tokens_per_rank']:g}, sequence_parallel_size={best['sp']:g}.", style="bold"),
-        Text("Communication of sequence parallelism and memory are not in the estimate.", style="dim"),
-    )

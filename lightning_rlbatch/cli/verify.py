@@ -1,7 +1,6 @@
 """``rlbatch verify``: check on the configured policy that packing, padding and sequence parallelism change no number."""
 
 import argparse
-import functools
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
+from lightning_rlbatch.cli.made import callable_of
 from lightning_rlbatch.cli.run_config import RunConfig, run_config
 
 if TYPE_CHECKING:
@@ -105,15 +105,11 @@ def build_policy(source: Any) -> "PreTrainedModel":
     Args:
         source: As configured: a folder, a hub name, an import path, or a ``class_path`` with ``init_args``.
     """
-    from lightning_rlbatch.data.sources import import_callable
     from lightning_rlbatch.modules.model_sources import load_model
 
     if not isinstance(source, dict):
         return load_model(source)
-    maker = import_callable(str(source.get("class_path")))
-    if maker is None:
-        raise ValueError(f"policy.class_path={source.get('class_path')!r} is no import path of a class or function.")
-    made = functools.partial(maker, **(source.get("init_args") or {}))
+    made = callable_of(source, "policy")
     return load_model(lambda: _call_until_model(made))
 
 

@@ -1,0 +1,117 @@
+"""Tables of plans for the terminal."""
+
+import argparse
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_rlbatch.functional.plan import BatchPlan
+
+MAX_ROWS = 20
+
+
+def show_methods(rows: list[dict[str, Any]], plans: list[BatchPlan], mini_batches: list[list[int]], console: Console) -> None:
+    """Print what each method makes of all mini-batches.
+
+    Args:
+        rows: Numbers of each method; ours last.
+        plans: Ours, one per mini-batch.
+        mini_batches: Lengths.
+        console: Where.
+    """
+    plan, lengths = plans[0], [length for part in mini_batches for length in part]
+    cap = f"budget {plan.budget:,} tokens" if plan.budget is not None else f"{plan.micro_batch_size} samples"
+    console.print(
+        Text(
+            f"{len(lengths)} samples, {sum(lengths):,} tokens (longest {max(lengths):,}, mean {sum(lengths) / len(lengths):,.0f}), "
+            f"{len(plans)} mini-batch(es), {plan.dp_size} data-parallel ranks x {plan.sp_size}, {cap} per micro-batch",
+            style="bold",
+        )
+    )
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("method", no_wrap=True)
+    for name in ("effi-\nciency", "time", "micro-\nsteps", "imbalance\nmean, max", "fill", "largest", "fil-\nlers"):
+        table.add_column(name, justify="right", no_wrap=True)
+    ours = rows[-1]["step_workload"]
+    for row in rows:
+        table.add_row(
+            row["method"],
+            f"{100 * row['efficiency']:.1f}%",
+            f"{row['step_workload'] / ours:.3f}" if ours else "-",
+            f"{row['micro_steps']:g}",
+            f"{row['imbalance']:.2f} {row['imbalance_max']:.2f}",
+            f"{100 * row['fill']:.0f}%",
+            f"{row['max_tokens']:,.0f}",
+            f"{row['fillers']:.0f}",
+        )
+    console.print(table)
+    console.print(
+        Text("efficiency: ideal / planned time. time: relative to ours. imbalance: slowest / mean rank of a micro-step.", style="dim")
+    )
+    bottleneck = plan.bottleneck()
+    if bottleneck is not None:
+        console.print(Text(bottleneck, style="yellow"))
+
+
+def show_iterations(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print a line per iteration, evenly spaced ones where there are many.
+
+    Args:
+        rows: Number, sizes, and numbers of the plans before and after.
+        console: Where.
+    """
+    if not rows:
+        return
+    shown = [rows[index * len(rows) // MAX_ROWS] for index in range(MAX_ROWS)] if len(rows) > MAX_ROWS else rows
+    some = "" if len(shown) == len(rows) else f", {len(shown)} of {len(rows)}"
+    table = Table(title=f"Iterations{some}", title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("iter-\nation", "samples", "tokens", "longest", "steps", "micro-\nsteps", "efficiency\nbefore, ours", "fill", "largest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in shown:
+        before, planned = row["before"], row["planned"]
+        table.add_row(
+            str(row["iteration"]),
+            f"{row['num_samples']:,}",
+            f"{row['num_tokens']:,}",
+            f"{row['longest']:,}",
+            str(len(row["mini_batches"])),
+            f"{planned['micro_steps']:.3g}",
+            f"{100 * before['efficiency']:.1f}% {100 * planned['efficiency']:5.1f}%",
+            f"{100 * planned['fill']:.0f}%",
+            f"{planned['max_tokens']:,.0f}",
+        )
+    console.print(table)
+    console.print(Text("steps: optimizer steps. micro-steps: per optimizer step. largest: tokens of a micro-batch.", style="dim"))
+
+
+def show_sweep(rows: list[dict[str, float]], console: Console, options: argparse.Namespace) -> None:
+    """Print the settings of a sweep.
+
+    Args:
+        rows: From ``sweep``, cheapest first.
+        console: Where.
+        options: As parsed.
+    """
+    table = Table(title=f"{options.dp * options.sp} GPUs, cheapest first", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for name in ("dp", "sp", "max tokens per rank", "time", "efficiency", "micro-steps", "fill", "imbalance"):
+        table.add_column(name, justify="right")
+    for row in rows[:MAX_ROWS]:
+        table.add_row(
+            f"{row['dp']:g}",
+            f"{row['sp']:g}",
+            f"{row['max_tokens_per_rank']:g}",
+            f"{row['time']:.3f}",
+            f"{100 * row['efficiency']:.1f}%",
+            f"{row['micro_steps']:g}",
+            f"{100 * row['fill']:.1f}%",
+            f"{row['imbalance']:.3f}",
+        )
+    console.print(table)
+    best = rows[0]
+    console.print(
+        Text(f"Cheapest: max_tokens_per_rank={best['max_tokens_per_rank']:g}, sequence_parallel_size={best['sp']:g}.", style="bold"),
+        Text("Communication of sequence parallelism and memory are not in the estimate.", style="dim"),
+    )

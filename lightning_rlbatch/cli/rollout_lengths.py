@@ -1,0 +1,146 @@
+"""Read the lengths of a run's rollouts, and deal them to the mini-batches that the run would have made."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_rlbatch.data.batching import mini_batch_members
+from lightning_rlbatch.data.dumps import COMPLETION_KEYS, GROUP_KEYS, ITERATION_KEYS, PROMPT_KEYS
+from lightning_rlbatch.data.recording import RecordedRollouts
+from lightning_rlbatch.data.store import SAMPLE_ID
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class IterationLengths:
+    """The rollouts of one iteration that can be trained on.
+
+    Attributes:
+        number: Of the iteration.
+        groups: Position of a prompt in its iteration -> tokens (prompt and response) of its rollouts, in the order of their ids.
+        num_prompts: Prompts of the iteration, those without a rollout to train on included.
+        seed: Of the run; None if the files do not tell.
+    """
+
+    number: int
+    groups: dict[int, list[int]]
+    num_prompts: int
+    seed: int | None
+
+    def mini_batches(self, size: int | None, *, ppo_epochs: int = 1, seed: int | None = None) -> list[list[int]]:
+        """Return the lengths of each optimizer step's samples, in the order in which the run plans them; empty ones are left out.
+
+        Args:
+            size: Prompts per optimizer step; None takes the whole iteration.
+            ppo_epochs: Passes over the rollouts.
+            seed: Seed of membership; None takes the recorded one, else 0.
+        """
+        known = self.seed if seed is None else seed
+        steps = [
+            [length for prompt in part for length in self.groups.get(prompt, [])]
+            for epoch in range(ppo_epochs)
+            for part in mini_batch_members(self.num_prompts, size or self.num_prompts, seed=known or 0, iteration=self.number, epoch=epoch)
+        ]
+        return [lengths for lengths in steps if lengths]
+
+
+def read_iterations(path: str, encode: Encode | None = None) -> list[IterationLengths]:
+    """Read every iteration of a folder of rollouts.
+
+    Args:
+        path: What :class:`RolloutRecorder` wrote, or JSON lines: of :class:`RolloutLogger`, or another trainer's dump.
+        encode: Turns text into tokens; needed for JSON lines that do not count the tokens of prompt and response themselves.
+
+    Raises:
+        ValueError: There are no rollouts, or a line's tokens cannot be counted; the message says where and what to do.
+    """
+    folder = Path(path)
+    if any(folder.glob("iteration_*/*.safetensors")):
+        return _recorded(folder)
+    files = [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl"))
+    if not files:
+        raise ValueError(
+            f"{path} has no rollouts: expected iteration_000000/rank_00000.safetensors of RolloutRecorder, or .jsonl files of"
+            " RolloutLogger or another trainer."
+        )
+    return _dumped(files, encode)
+
+
+def _recorded(folder: Path) -> list[IterationLengths]:
+    recording = RecordedRollouts(folder)
+    found = []
+    for number in recording.iterations:
+        samples, size = recording.read(number, 0, 1), recording.rollouts_per_prompt(number)
+        groups: dict[int, list[int]] = {}
+        for sample_id, length in zip(samples[SAMPLE_ID].tolist(), samples.seq_lens):
+            groups.setdefault(sample_id // size, []).append(length)
+        found.append(IterationLengths(number, groups, recording.num_prompts, recording.seed(number)))
+    return found
+
+
+def _dumped(files: list[Path], encode: Encode | None) -> list[IterationLengths]:
+    rows: dict[int, dict[Any, list[tuple[int, int]]]] = {}
+    for index, file in enumerate(files):
+        for place, row in _lines(file):
+            iteration = int(_first(row, ITERATION_KEYS, index))
+            group = _first(row, GROUP_KEYS, _first(row, PROMPT_KEYS, None))
+            members = rows.setdefault(iteration, {}).setdefault(group, [])
+            if row.get("reward", row.get("score", 0.0)) is not None:  # rollouts without a verdict are not trained on
+                members.append((row.get("sample_id", len(members)), count_tokens(row, place, encode)))
+    found = []
+    for number in sorted(rows):
+        # RolloutLogger's groups are positions in the iteration; those of others are numbered as they come.
+        are_positions = all(isinstance(group, int) for group in rows[number])
+        groups = {
+            (group if are_positions else index): [length for _, length in sorted(members)]
+            for index, (group, members) in enumerate(rows[number].items())
+        }
+        found.append(IterationLengths(number, groups, max(groups) + 1, None))
+    return found
+
+
+def count_tokens(row: dict[str, Any], place: str, encode: Encode | None) -> int:
+    """Return the tokens of a rollout's prompt and response.
+
+    Args:
+        row: With ``num_prompt_tokens`` or ``prompt_ids``, ``num_response_tokens`` or ``completion_ids``; else texts.
+        place: Where it stands, for the error message.
+        encode: Turns text into tokens; an end token is added to a completion.
+
+    Raises:
+        ValueError: A part can only be counted with a tokenizer, or is not there.
+    """
+    total = 0
+    for kind, count, keys in (("prompt", "num_prompt_tokens", PROMPT_KEYS), ("completion", "num_response_tokens", COMPLETION_KEYS)):
+        text = _first(row, keys, None)
+        if isinstance(row.get(count), int):
+            total += row[count]
+        elif isinstance(row.get(f"{kind}_ids"), list):
+            total += len(row[f"{kind}_ids"])
+        elif not isinstance(text, str):
+            raise ValueError(f"{place} has no {kind}: expected {count}, {kind}_ids, or text under {' or '.join(keys)}.")
+        elif encode is None:
+            raise ValueError(f"{place} has the {kind} as text: pass --tokenizer (a folder or an import path) to count its tokens.")
+        else:
+            total += len(encode(text)) + (kind == "completion")
+    return total
+
+
+def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        place = f"Line {number} of {file}"
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{place} is not JSON ({error}).") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{place} must be a JSON object but is {line[:80]!r}.")
+            yield place, row
+
+
+def _first(row: dict[str, Any], keys: tuple[str, ...], default: Any) -> Any:
+    return next((row[key] for key in keys if row.get(key) is not None), default)
