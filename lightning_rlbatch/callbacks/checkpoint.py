@@ -11,6 +11,8 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
+
 
 class RLBatchModelCheckpoint(ModelCheckpoint):
     """Lightning's ``ModelCheckpoint`` with what that one cannot do here; everything else is inherited.
@@ -137,9 +139,16 @@ class RLBatchModelCheckpoint(ModelCheckpoint):
     @override
     def _link_checkpoint(trainer: "pl.Trainer", filepath: _PATH, linkpath: _PATH) -> None:
         target, link = Path(filepath), Path(linkpath)
-        if trainer.is_global_zero and target.absolute() != link.absolute():
+
+        def move() -> None:
             new = link.with_name(f".{link.name}.link")
             new.unlink(missing_ok=True)
             new.symlink_to(os.path.relpath(target, link.parent))
             new.replace(link)
+
+        if trainer.is_global_zero and target.absolute() != link.absolute():
+            if isinstance(trainer.strategy, CheckpointingStrategy):
+                trainer.strategy.after_save(move)  # the target may still be being written
+            else:
+                move()
         trainer.strategy.barrier()

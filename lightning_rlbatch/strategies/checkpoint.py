@@ -1,18 +1,22 @@
 """The checkpoint methods of the strategy: one ordinary file, or a folder with one file per rank; never half of either."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.strategies.atomic import beside, discard, is_local, publish
+from lightning_rlbatch.strategies.background import BackgroundSave, snapshot
 from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.sharded import (
     METADATA,
@@ -34,10 +38,17 @@ class CheckpointingStrategy(ModelParallelStrategy):
     Attributes:
         load_weights_only: False trusts checkpoints that hold other objects than tensors and plain values (Lightning drops the
             ``weights_only`` argument of ``fit`` for strategies that restore after setup).
+        async_save: Whether checkpoints of a running fit are written in the background.
+        saves_wait: True makes them complete all the same when ``save_checkpoint`` returns.
     """
 
     load_weights_only = True
     failure_report: FailureReport | None = None
+    async_save = False
+    saves_wait = False  # True while something must be on disk when `save_checkpoint` returns
+    _pending: BackgroundSave | None = None
+    _save_group: dist.ProcessGroup | None = None
+    _world_group: dist.ProcessGroup | None = None
 
     @property
     def collectives_are_lost(self) -> bool:
@@ -54,6 +65,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         assert self.model is not None
         if self.collectives_are_lost:
             return {}
+        self.finish_saves()  # before a second copy of everything is made
         if self._save_distributed_checkpoint:
             return sharded_model_state(self.model)
         return full_model_state(self.model, keep=self.is_global_zero)
@@ -74,9 +86,13 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if self.collectives_are_lost:  # a checkpoint on exception would wait for the rank that failed, and hide its error
             warnings.warn(f"{filepath} was not saved: a rank has failed, and the others hold only their shards.", stacklevel=2)
             return
+        self.finish_saves()
         path = Path(self.broadcast(filepath)) if is_local(filepath) else filepath
         if not self._save_distributed_checkpoint:
-            if self.is_global_zero:
+            if self.is_global_zero and self._may_save_in_background:
+                kept = snapshot(checkpoint)
+                self._start_save(path, lambda: self.checkpoint_io.save_checkpoint(kept, path, storage_options=storage_options))
+            elif self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         if storage_options is not None or not isinstance(path, Path):
@@ -89,10 +105,74 @@ class CheckpointingStrategy(ModelParallelStrategy):
             discard(new)
             new.mkdir(parents=True)
         self.barrier()
-        save_sharded_state(checkpoint, new, is_coordinator=self.is_global_zero)
-        self.barrier()
+        background = self._save_group if self._may_save_in_background else None
+        finish = save_sharded_state(checkpoint, new, is_coordinator=self.is_global_zero, background=background)
+
+        def write() -> None:
+            finish()  # when it returns here, all ranks have written
+            if self.is_global_zero:
+                publish(new, path)
+
+        if background is not None:
+            self._start_save(path, write)
+        else:
+            write()
+
+    # -- in the background -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _may_save_in_background(self) -> bool:
+        """Whether training goes on after this checkpoint: one on an exception, or after the end, is complete when the call returns."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        return self.async_save and not self.saves_wait and trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+
+    def _start_save(self, path: _PATH, write: Callable[[], None]) -> None:
+        self._pending = BackgroundSave(path, write)
+
+    def finish_saves(self) -> None:
+        """Wait until the checkpoint that is being written in the background is complete; collective over all ranks.
+
+        Raises:
+            RuntimeError: It could not be written; on every rank.
+        """
+        if not self.async_save or self.collectives_are_lost:
+            return
+        pending, self._pending = self._pending, None
+        with fail_together(self._world_group, "writing a checkpoint in the background"):
+            if pending is not None:
+                pending.wait()
+
+    def join_saves(self, timeout: float) -> None:
+        """Give a checkpoint in the background time to become complete, whatever happens to it.
+
+        Args:
+            timeout: Most seconds to wait.
+        """
+        if self._pending is not None:
+            self._pending.join(timeout)
+
+    def after_save(self, action: Callable[[], None]) -> None:
+        """Do something on this rank when the newest checkpoint is complete, or at once if nothing is being written.
+
+        Args:
+            action: Such as the removal of an older checkpoint; it does not happen if the newest one cannot be written.
+        """
+        if self._pending is None:
+            action()
+        else:
+            self._pending.afterwards(action)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
         if self.is_global_zero:
-            publish(new, path)
+            self.after_save(lambda: self.checkpoint_io.remove_checkpoint(filepath))
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.finish_saves()
+
+    # -- loading -----------------------------------------------------------------------------------------------------------------
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 def mixed_up_packages() -> str:
@@ -31,3 +32,22 @@ def check_lightning_module(module: Any) -> None:
             f"{type(module).__name__} is no lightning.pytorch.LightningModule.{mixed_up_packages()} Import everything from"
             " lightning.pytorch."
         )
+
+
+def check_links(trainer: "pl.Trainer") -> None:
+    """Refuse links to checkpoints that are not complete yet.
+
+    Args:
+        trainer: A Trainer whose strategy saves in the background.
+
+    Raises:
+        MisconfigurationException: Lightning's own ``ModelCheckpoint`` would move the link at once.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint) or callback.save_last != "link":
+            continue
+        if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
+            raise MisconfigurationException(
+                "With async_save a link to the last checkpoint may move only when that is complete, but"
+                f" {type(callback).__name__}(save_last='link') moves it at once. Use RLBatchModelCheckpoint(save_last='link')."
+            )

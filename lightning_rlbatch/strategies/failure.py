@@ -149,17 +149,20 @@ class Guarded:
     Args:
         strategy: Has the ``failure_report`` once the processes have met.
         function: What to run.
+        patience: Seconds that a checkpoint in the background gets to become complete after an error.
     """
 
-    def __init__(self, strategy: Any, function: Callable[..., Any]) -> None:
+    def __init__(self, strategy: Any, function: Callable[..., Any], *, patience: float = 8.0) -> None:
         self.strategy = strategy
         self.function = function
+        self.patience = patience
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""
         try:
             return self.function(*args, **kwargs)
         except BaseException as error:
+            self.strategy.join_saves(self.patience)  # the others wait in a collective: what is being written can still become complete
             report: FailureReport | None = self.strategy.failure_report
             if report is None:
                 raise

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -30,7 +31,7 @@ from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.distributed.mesh import Meshes, build_meshes, check_world
 from lightning_rlbatch.strategies.atomic import AtomicCheckpointIO
 from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
-from lightning_rlbatch.strategies.compatibility import check_lightning_module, mixed_up_packages
+from lightning_rlbatch.strategies.compatibility import check_lightning_module, check_links, mixed_up_packages
 from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.launch import ProcessLauncher, ScriptLauncher
 from lightning_rlbatch.strategies.materialize import Materializer
@@ -67,6 +68,9 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
             until then. ``"every"`` reduces after each micro-batch: more communication, a shard's memory. The numbers are the same.
         compile_backend: Backend with which ``torch.compile`` compiles each block, such as ``"inductor"``; None does not compile.
         save_distributed_checkpoint: True writes a folder with one file per rank, False one ordinary file.
+        async_save: Write checkpoints in the background while training goes on; they cost a copy of their size in host memory. The next
+            one and the end of training wait for the one before. A checkpoint takes its name, and an older one is removed, when it is
+            complete. Use ``RLBatchModelCheckpoint(save_last="link")``: a second copy under the name ``last`` would wait for the first.
         start_method: How to start the ranks on this machine: None runs the script again for each (Lightning's default), ``"fork"``,
             ``"forkserver"`` or ``"spawn"`` start them from this process. No effect under torchrun and SLURM.
         check_collectives: Debug mode: ranks compare what they are about to do before each optimizer step, and name the first difference.
@@ -102,6 +106,7 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         grad_sync: Literal["every", "last"] = "last",
         compile_backend: str | None = None,
         save_distributed_checkpoint: bool = False,
+        async_save: bool = False,
         start_method: Literal["fork", "forkserver", "spawn"] | None = None,
         check_collectives: bool = False,
         load_weights_only: bool = True,
@@ -135,6 +140,7 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         self.start_method = start_method
         self.check_collectives = check_collectives
         self.load_weights_only = load_weights_only
+        self.async_save = async_save
         self.checkpoint_io = AtomicCheckpointIO()
         if accelerator is not None:
             self.accelerator = accelerator
@@ -205,6 +211,9 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         )
         if self.world_size > 1:
             self.failure_report = FailureReport(self.global_rank, self.world_size, self.broadcast(uuid.uuid4().hex))
+        self._world_group = self._meshes.world_group
+        if self.async_save and self._save_distributed_checkpoint:  # the writing threads agree while the main ones train
+            self._save_group = dist.new_group(backend="gloo", timeout=self._timeout)
         if self.check_collectives:
             self.collective_check = CollectiveCheck(self._meshes.world_group)
         self._device_mesh = self._meshes.batch
@@ -215,6 +224,8 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.model is not None
         assert self.accelerator is not None
+        if self.async_save:
+            check_links(trainer)
         self.accelerator.setup(trainer)
         self.parallelize(self.model)
         self.model_to_device()

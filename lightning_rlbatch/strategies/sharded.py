@@ -1,15 +1,17 @@
 """Save and load states as a folder with one file per rank, through ``torch.distributed.checkpoint``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -50,13 +52,20 @@ def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str
     return {"state": state, "other_state": other, "param_groups": param_groups(optimizer)}
 
 
-def save_sharded_state(checkpoint: dict[str, Any], folder: Path, *, is_coordinator: bool) -> None:
+def save_sharded_state(
+    checkpoint: dict[str, Any], folder: Path, *, is_coordinator: bool, background: dist.ProcessGroup | None = None
+) -> Callable[[], None]:
     """Write a checkpoint into an empty folder; collective.
 
     Args:
         checkpoint: A Lightning checkpoint whose states come from the functions above.
         folder: Exists on every rank.
         is_coordinator: True on the one rank that writes what all ranks hold.
+        background: None writes before returning. A group of all ranks for host memory that nobody else uses copies the tensors and
+            writes them in a thread, so that training may go on.
+
+    Returns:
+        Waits until all ranks have written, and the coordinator's files are on disk; may be called in any thread.
     """
     rest = dict(checkpoint)
     tensors: dict[str, Any] = {_MODEL: {}}
@@ -67,10 +76,21 @@ def save_sharded_state(checkpoint: dict[str, Any], folder: Path, *, is_coordinat
     for index, optimizer in enumerate(rest.pop("optimizer_states", [])):
         tensors[f"optimizer_{index}"] = {"state": optimizer["state"]}
         optimizers.append({key: value for key, value in optimizer.items() if key != "state"})
-    save(tensors, checkpoint_id=str(folder))
     if is_coordinator:
         save_file({**rest, _EXTRA: extra, "optimizer_states": optimizers}, folder / METADATA)
-        sync_folder(folder)
+    writing = None
+    if background is None:
+        save(tensors, checkpoint_id=str(folder))
+    else:
+        writing = cast("Future[Any]", async_save(tensors, checkpoint_id=str(folder), process_group=background))
+
+    def finish() -> None:
+        if writing is not None:
+            writing.result()
+        if is_coordinator:
+            sync_folder(folder)
+
+    return finish
 
 
 def load_sharded_state(folder: Path, module: nn.Module, optimizers: list[Optimizer], meta: Mapping[str, Any], *, strict: bool) -> None:

@@ -53,4 +53,12 @@ class StopAgreement:
         self._received.clear()
         for number, handler in self._handlers.items():
             if agreed[f"signal {int(number)}"] > 0:
-                handler(number, None)
+                self._handle(number, handler)
+
+    def _handle(self, number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
+        strategy: Any = self.trainer.strategy  # others than ours pay no attention
+        strategy.saves_wait = True  # SLURM's handler saves and asks to be requeued: nothing may still be being written then
+        try:
+            handler(number, None)
+        finally:
+            strategy.saves_wait = False
