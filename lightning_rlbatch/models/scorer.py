@@ -24,7 +24,7 @@ from lightning_rlbatch.models.attention import PackedAttention, attach_packed_at
 from lightning_rlbatch.models.attention_backends import Backend
 from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
 from lightning_rlbatch.models.probe import has_whole_weights, probe_lm_head
-from lightning_rlbatch.models.scoring import token_log_probs
+from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB, check_head_memory, token_log_probs
 
 
 class TokenScores(NamedTuple):
@@ -78,6 +78,8 @@ class TokenScorer(nn.Module):
         attention_backend: Kernel of the packed attention, see `select_attention`.
         probe: False skips the five tiny forwards that check packed attention and the LM head of this model; they need real, unsharded
             weights.
+        head_memory_mib: Most memory, in MiB, in which the LM head keeps its products between forward and backward pass, 4 bytes for each
+            scored token and vocabulary entry; those that do not fit are computed twice. See `token_log_probs`.
 
     Attributes:
         attention: The `PackedAttention` of the model, None without ``remove_padding``.
@@ -102,6 +104,7 @@ class TokenScorer(nn.Module):
         sp_group: dist.ProcessGroup | None = None,
         attention_backend: Backend = "auto",
         probe: bool = True,
+        head_memory_mib: float = HEAD_MEMORY_MIB,
     ) -> None:
         super().__init__()
         sp_size = 1 if sp_group is None else dist.get_world_size(sp_group)
@@ -110,8 +113,10 @@ class TokenScorer(nn.Module):
                 f"sequence_parallel_size={sp_size} shards packed tokens, but remove_padding is False. "
                 "Set remove_padding=True, or sequence_parallel_size=1."
             )
+        check_head_memory(head_memory_mib)
         self.model = model
         self.sp_group = sp_group
+        self.head_memory_mib = head_memory_mib
         self.logit_scale, self.softcap = logit_adjustments(model)
         self.value_head = _make_value_head(model) if value_head else None
         self.attention: PackedAttention | None = None
@@ -186,7 +191,7 @@ class TokenScorer(nn.Module):
         if with_values:
             assert self.value_head is not None
             columns.append(self.value_head(states))
-        results = self._to_tokens(columns, sources, scored, batch.num_tokens)
+        results = [self._to_token(column, sources, scored, batch.num_tokens) for column in columns]
         return TokenScores(*(results.pop(0) if wanted else None for wanted in (with_log_probs, with_entropy, with_values)))
 
     def _check_request(self, batch: PackedBatch, temperature: float | Tensor, with_head: bool, with_values: bool) -> None:
@@ -246,17 +251,19 @@ class TokenScorer(nn.Module):
             softcap=self.softcap,
             logit_scale=self.logit_scale,
             with_entropy=with_entropy,
+            head_memory_mib=self.head_memory_mib,
         )
 
-    def _to_tokens(self, columns: list[Tensor], sources: Tensor, scored: Tensor, num_tokens: int) -> list[Tensor]:
-        """Spread results at sources over the whole batch and move each to the token after its source."""
-        stacked = torch.stack(columns, dim=-1)
+    def _to_token(self, column: Tensor, sources: Tensor, scored: Tensor, num_tokens: int) -> Tensor:
+        """Spread one result at sources over the whole batch and move it to the token after its source.
+
+        Each result goes its own way: stacked, one without a gradient (an entropy that is a metric only) would get zeros for one, and
+        the LM head would compute with them.
+        """
         # The position that only keeps the heads busy is not scored: it becomes 0, with a zero gradient.
-        stacked = torch.where(scored[sources, None], stacked, 0.0)
-        local = stacked.new_zeros(scored.shape[0], stacked.shape[1]).index_copy(0, sources, stacked)
+        local = column.new_zeros(scored.shape[0]).index_copy(0, sources, torch.where(scored[sources], column, 0.0))
         everywhere = gather_sequence(local, self.sp_group, num_tokens)
-        shifted = torch.cat([everywhere.new_zeros(1, everywhere.shape[1]), everywhere[:-1]])
-        return [column.clone() for column in shifted.unbind(dim=-1)]  # FSDP2's backward hook is lost on a view changed in place
+        return torch.cat([everywhere.new_zeros(1), everywhere[:-1]])
 
 
 def shift_to_sources(batch: PackedBatch) -> tuple[Tensor, Tensor]:

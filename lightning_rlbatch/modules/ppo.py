@@ -21,6 +21,7 @@ from lightning_rlbatch.functional import GRPO, AdvantageEstimator, KLController,
 from lightning_rlbatch.functional.aggregation import AggregationMode
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB
 from lightning_rlbatch.modules.adapters import adapters_off
 from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory, default_optimizer
 from lightning_rlbatch.modules.collection import RolloutCollector, evaluate_prompts, reward_metrics, score_rollouts, sync_weights
@@ -82,6 +83,7 @@ class PPOModule(PPORoles):
         environment: Answers the policy's turns, for rollouts of several turns; its tokens are in the samples but not in the loss.
         max_turns: Most turns of the policy in a rollout; None for as many as fit into ``max_response_length``.
         remove_padding: False pads each micro-batch to its longest sample instead of packing it; the numbers are the same.
+        head_memory_mib: Most memory, in MiB, in which the LM head keeps its products for the backward pass; see :class:`TokenScorer`.
         optimizer: See :class:`RLBatchModule`.
         lr_scheduler: See :class:`RLBatchModule`.
         max_grad_norm: See :class:`RLBatchModule`.
@@ -126,6 +128,7 @@ class PPOModule(PPORoles):
         environment: Environment | None = None,
         max_turns: int | None = None,
         remove_padding: bool = True,
+        head_memory_mib: float = HEAD_MEMORY_MIB,
         optimizer: OptimizerFactory = default_optimizer,
         lr_scheduler: LRSchedulerFactory | None = None,
         max_grad_norm: float | None = 1.0,
@@ -165,6 +168,7 @@ class PPOModule(PPORoles):
         self.environment = environment
         self.max_turns = max_turns
         self.remove_padding = remove_padding
+        self.head_memory_mib = head_memory_mib
         self._collection_metrics: dict[str, float] = {}
         self._validation_sums: dict[str, float] = {}
         # Outside the module tree, else the frozen copy would be half of every checkpoint.

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
 from lightning_rlbatch.functional.kl import KL_KINDS
+from lightning_rlbatch.models.scoring import check_head_memory
 
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo import PPOModule
@@ -61,5 +62,6 @@ def check_ppo_options(module: "PPOModule") -> None:
             f"max_turns={module.max_turns} bounds the turns between the policy and an environment, here {module.environment!r}. Expected"
             " at least 1, and an environment. Set environment, or remove max_turns."
         )
+    check_head_memory(module.head_memory_mib)
     if module.max_sampling_rounds < 1:
         raise ValueError(f"Expected max_sampling_rounds to be at least 1 but got {module.max_sampling_rounds}.")

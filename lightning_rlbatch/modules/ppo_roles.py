@@ -14,7 +14,7 @@ from lightning_rlbatch.functional import KLController
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.adapters import adapter_layers
 from lightning_rlbatch.modules.base import trained
-from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, load_model
+from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, frozen_copy, load_model
 from lightning_rlbatch.modules.ppo_update import PPOUpdate
 from lightning_rlbatch.modules.reward_model import build_reward_scorer
 from lightning_rlbatch.rollout.dispatch import tensor_parallel_group
@@ -38,6 +38,7 @@ class PPORoles(PPOUpdate):
     max_rollout_batch_size: int | None
     rollout_tensor_parallel_size: int
     remove_padding: bool
+    head_memory_mib: float
     rollout_engine: RolloutEngine
     rollout_group: dist.ProcessGroup | None
     _frozen: dict[str, TokenScorer]
@@ -45,29 +46,38 @@ class PPORoles(PPOUpdate):
     @override
     def build_models(self) -> None:
         self.rollout_group = tensor_parallel_group(self.meshes, self.rollout_tensor_parallel_size)
-        model = load_model(self.policy_source)
+        # Rank 0 reads pretrained models, and the strategy hands every rank its shards.
+        brought = self.gets_weights_from_rank_zero
+        model = load_model(self.policy_source, without_weights=brought)
         changed = disable_dropout(model)
         if changed:
             rank_zero_warn(f"Dropout of the policy was set to 0 in {len(changed)} modules: with it the first probability ratio is not 1.")
         self.rollout_engine = self.build_engine(model)
         if self.reward_model_source is not None:
             self._frozen["reward_model"] = build_reward_scorer(
-                self.reward_model_source, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group
+                self.reward_model_source,
+                remove_padding=self.remove_padding,
+                sp_group=self.meshes.sp_group,
+                without_weights=brought,
             )
         if self.needs_reference and not adapter_layers(model):
             # A copy, since a source that draws weights at random would make another model the second time.
-            reference = copy.deepcopy(model)
-            reference.requires_grad_(False)
-            self._frozen["reference"] = self._scorer(reference).eval()
+            self._frozen["reference"] = self._scorer(frozen_copy(model, share=self.is_sharded_later)).eval()
         self.policy = self._scorer(model, value_head=self.critic_source == "shared")
         if self.critic_source is not None and self.critic_source != "shared":
             # Values need no LM head, and an unused one would have no gradient.
-            critic = cast(PreTrainedModel, load_model(self.critic_source, option="critic").base_model)
+            critic = load_model(self.critic_source, without_weights=brought, option="critic")
             disable_dropout(critic)
-            self.critic = self._scorer(critic, value_head=True)
+            self.critic = self._scorer(cast(PreTrainedModel, critic.base_model), value_head=True)
 
     def _scorer(self, model: PreTrainedModel, *, value_head: bool = False) -> TokenScorer:
-        return TokenScorer(model, value_head=value_head, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group)
+        return TokenScorer(
+            model,
+            value_head=value_head,
+            remove_padding=self.remove_padding,
+            sp_group=self.meshes.sp_group,
+            head_memory_mib=self.head_memory_mib,
+        )
 
     def build_engine(self, model: PreTrainedModel) -> RolloutEngine:
         """Return the engine that samples rollouts; it keeps a whole copy of the policy of its own.
@@ -76,7 +86,8 @@ class PPORoles(PPOUpdate):
         call ``generate`` together, with the same requests in the same order.
 
         Args:
-            model: The policy before it is sharded.
+            model: The policy before it is sharded; under FSDP a pretrained one has its weights on rank 0's sequence-parallel group only,
+                and is on the meta device elsewhere. ``update_weights`` is called before anything is generated.
 
         Raises:
             ValueError: The engine would have to span several ranks.

@@ -8,6 +8,7 @@ from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.functional.aggregation import Denominators, aggregate
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB, check_head_memory
 from lightning_rlbatch.modules.base import (
     LRSchedulerFactory,
     MicroBatchOutput,
@@ -27,6 +28,7 @@ class SFTModule(RLBatchModule):
     Args:
         policy: Model to train: a function that makes it, or the folder or hub name of a pretrained one.
         remove_padding: False pads each micro-batch to its longest sample instead of packing it; the numbers are the same.
+        head_memory_mib: Most memory, in MiB, in which the LM head keeps its products for the backward pass; see :class:`TokenScorer`.
         loss_aggregation: ``"token-mean"``, or ``"seq-mean-token-mean"`` to give every sample the same weight.
         optimizer: See :class:`RLBatchModule`.
         lr_scheduler: See :class:`RLBatchModule`.
@@ -43,6 +45,7 @@ class SFTModule(RLBatchModule):
         policy: ModelSource,
         *,
         remove_padding: bool = True,
+        head_memory_mib: float = HEAD_MEMORY_MIB,
         loss_aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean",
         optimizer: OptimizerFactory = default_optimizer,
         lr_scheduler: LRSchedulerFactory | None = None,
@@ -51,6 +54,8 @@ class SFTModule(RLBatchModule):
         super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler, max_grad_norm=max_grad_norm)
         self.policy_source = policy
         self.remove_padding = remove_padding
+        check_head_memory(head_memory_mib)
+        self.head_memory_mib = head_memory_mib
         self.loss_aggregation = loss_aggregation
         self._validation: dict[str, RatioMetric] = {}
 
@@ -58,7 +63,13 @@ class SFTModule(RLBatchModule):
     def build_models(self) -> None:
         # Rank 0 reads a pretrained model, and the strategy hands every rank its shards.
         model = load_model(self.policy_source, without_weights=self.gets_weights_from_rank_zero)
-        self.policy = TokenScorer(model, remove_padding=self.remove_padding, sp_group=self.meshes.sp_group, probe=not is_on_meta(model))
+        self.policy = TokenScorer(
+            model,
+            remove_padding=self.remove_padding,
+            sp_group=self.meshes.sp_group,
+            probe=not is_on_meta(model),
+            head_memory_mib=self.head_memory_mib,
+        )
 
     @override
     def micro_batch_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:

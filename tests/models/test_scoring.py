@@ -9,7 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rlbatch.models.scoring import CPU_TILE, DIRECT_ELEMENTS, token_log_probs
 
-TILES = {"direct": {}, "tiled": {"token_tile": 3, "vocab_tile": 4}, "one wide tile": {"token_tile": 64, "vocab_tile": 64}}
+SMALL_TILES = {"token_tile": 3, "vocab_tile": 4}
+TILES: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "tiled": SMALL_TILES,
+    "tiled, no tile kept": {**SMALL_TILES, "head_memory_mib": 0},
+    "tiled, five tiles kept": {**SMALL_TILES, "head_memory_mib": 5 * 3 * 4 * 8 / 2**20},
+    "one wide tile": {"token_tile": 64, "vocab_tile": 64},
+}
 
 
 def reference(
@@ -98,17 +105,20 @@ def test_a_frozen_input_receives_no_gradient_and_the_other_the_right_one(frozen:
         torch.testing.assert_close(hidden.grad if frozen == "weight" else weight.grad, expected)
 
 
+@pytest.mark.parametrize("memory", [0, 0.15, 64], ids=["nothing kept", "some tiles kept", "all kept"])
 @pytest.mark.parametrize("size", [1.0, 300.0], ids=["usual logits", "logits in the hundreds"])
-def test_single_precision_keeps_single_precision_accuracy(size: float) -> None:
+def test_single_precision_keeps_single_precision_accuracy(size: float, memory: float) -> None:
     hidden, weight, targets = problem(40, 3000, 64, torch.float32)
     scaled = (hidden.detach() * size / 8).requires_grad_()
-    found = token_log_probs(scaled, weight, targets, token_tile=16, vocab_tile=512)
+    found = token_log_probs(scaled, weight, targets, token_tile=16, vocab_tile=512, head_memory_mib=memory)
     expected = reference(scaled, weight, targets)
     for ours, exact in zip(found, expected):
         assert (ours - exact).abs().max() < 2e-6 * size * 8
-    gradients = torch.autograd.grad(found[0].sum() + found[1].sum(), [scaled, weight])
-    for ours, exact in zip(gradients, torch.autograd.grad(expected[0].sum() + expected[1].sum(), [scaled, weight])):
-        assert (ours - exact).norm() < 3e-5 * exact.norm()
+    for outputs in (slice(0, 1), slice(0, 2)):  # log-probs alone take a shorter way
+        gradients = torch.autograd.grad(sum(x.sum() for x in found[outputs]), [scaled, weight], retain_graph=True)
+        exact_gradients = torch.autograd.grad(sum(x.sum() for x in expected[outputs]), [scaled, weight], retain_graph=True)
+        for ours, exact in zip(gradients, exact_gradients):
+            assert (ours - exact).norm() < 3e-5 * exact.norm()
 
 
 def test_bfloat16_inputs_give_single_precision_results_as_good_as_the_plain_computation() -> None:
@@ -152,6 +162,29 @@ def test_a_large_problem_makes_nothing_larger_than_its_inputs_or_a_tile() -> Non
         assert entropy is not None
         (log_probs.sum() + entropy.sum()).backward()
     assert 0 < largest.elements <= max(math.prod(CPU_TILE), tokens * size, vocabulary * size)
+
+
+@pytest.mark.parametrize("memory", [0, 5, 1000])
+def test_kept_tiles_take_the_memory_they_may_take_and_never_more(memory: float) -> None:
+    hidden, weight, targets = problem(1500, 5000, 8, torch.float32)
+    saved: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        token_log_probs(hidden, weight, targets, head_memory_mib=memory)
+    others = 1500 * 8 * 4 + 5000 * 8 * 4 + 1500 * (8 + 4 + 4)  # inputs, and one number per token each
+    tile, centres = math.prod(CPU_TILE) * 4, 3 * 4 * 1500
+    everything = 1500 * 5000 * 4
+    kept = sum(saved) - others
+    assert min(memory * 2**20, everything) - tile <= kept <= min(memory * 2**20, everything) + centres
+
+
+def test_a_negative_head_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_memory_mib to be a number of MiB, at least 0, but got -1"):
+        token_log_probs(*problem(), head_memory_mib=-1)
 
 
 def test_the_choice_between_tiles_and_whole_logits_does_not_change_the_numbers() -> None:
