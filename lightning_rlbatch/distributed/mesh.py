@@ -31,6 +31,7 @@ class Meshes:
         dp_group: Ranks with this ``sp_rank``; None without a process group.
         sp_group: Ranks that share this rank's samples; None without a process group.
         world_group: All ranks; None without a process group.
+        timeout: Longest wait of a collective in groups that are made for this run, those made later included; None is torch's default.
     """
 
     batch: DeviceMesh | None
@@ -43,6 +44,7 @@ class Meshes:
     dp_group: dist.ProcessGroup | None
     sp_group: dist.ProcessGroup | None
     world_group: dist.ProcessGroup | None
+    timeout: datetime.timedelta | None = None
 
     @property
     def world_size(self) -> int:
@@ -127,6 +129,7 @@ def build_meshes(
         dp_group=dp_group,
         sp_group=sp_group,
         world_group=world_group,
+        timeout=timeout,
     )
 
 

@@ -7,7 +7,6 @@ Invariants:
 3. Each rank gets back the completions of its own share, in its own order.
 """
 
-import datetime
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -67,13 +66,12 @@ def tensor_parallel_ranks(rank: int, size: int) -> list[int]:
     return list(range(first, first + size))
 
 
-def tensor_parallel_group(meshes: Meshes, size: int, *, timeout: datetime.timedelta | None = None) -> dist.ProcessGroup | None:
+def tensor_parallel_group(meshes: Meshes, size: int) -> dist.ProcessGroup | None:
     """Return the process group of the ranks that generate together with this one; all ranks call it.
 
     Args:
-        meshes: Groups and sizes of the run.
+        meshes: Groups and sizes of the run; its timeout is that of a group made here.
         size: Ranks per group, 1 or a divisor of the number of ranks.
-        timeout: Longest wait of a collective in a group made here; None takes torch's default.
 
     Returns:
         None for size 1; the world's or the sequence-parallel group where these have the same ranks; else a new group.
@@ -88,7 +86,8 @@ def tensor_parallel_group(meshes: Meshes, size: int, *, timeout: datetime.timede
         return meshes.world_group
     if size == meshes.sp_size:
         return meshes.sp_group
-    group: dist.ProcessGroup = dist.new_group(tensor_parallel_ranks(meshes.rank, size), timeout=timeout, use_local_synchronization=True)
+    ranks = tensor_parallel_ranks(meshes.rank, size)
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=meshes.timeout, use_local_synchronization=True)
     return group
 
 
