@@ -147,7 +147,12 @@ class RLBatchModule(pl.LightningModule):
 
         The ranks of rank 0's sequence-parallel group all have them: they check the model together.
         """
-        return self._trainer is not None and averages_over(self.trainer) == "fsdp" and self.meshes.dp_rank > 0
+        return self.is_sharded_later and self.meshes.dp_rank > 0
+
+    @property
+    def is_sharded_later(self) -> bool:
+        """Whether the strategy will shard the models made here; every rank then holds a copy of its shards alone."""
+        return self._trainer is not None and averages_over(self.trainer) == "fsdp"
 
     @override
     def configure_model(self) -> None:

@@ -38,6 +38,7 @@ def load_model(
     maker = import_callable(source) if isinstance(source, str) and not Path(source).exists() else source
     if isinstance(source, str) and (maker is None or maker is source):
         require_pretrained(source, option)
+        without_weights = without_weights and not (Path(source) / "adapter_config.json").exists()  # the configuration has no adapters
         model: object = _without_weights(source, dtype) if without_weights else AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     else:
         model = cast(Callable[[], PreTrainedModel], maker)()
@@ -52,6 +53,21 @@ def _without_weights(source: str, dtype: torch.dtype) -> object:
     config = AutoConfig.from_pretrained(source)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]  # transformers has no type for it
+
+
+def frozen_copy(model: PreTrainedModel, *, share: bool) -> PreTrainedModel:
+    """Return a copy of a model whose parameters are not trained.
+
+    Args:
+        model: Any model; on the meta device the copy is too.
+        share: True lets both use the same memory: right if each is sharded, which copies, before one of them is trained.
+    """
+    memo: dict[int, object] = {}
+    if share:
+        memo |= {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in model.parameters()}
+    copied = copy.deepcopy(model, memo)
+    copied.requires_grad_(False)
+    return copied
 
 
 def is_on_meta(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.mini_batch import MiniBatch
@@ -20,7 +20,9 @@ from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout
 
 
-def build_reward_scorer(source: ModelSource, *, remove_padding: bool, sp_group: dist.ProcessGroup | None) -> TokenScorer:
+def build_reward_scorer(
+    source: ModelSource, *, remove_padding: bool, sp_group: dist.ProcessGroup | None, without_weights: bool = False
+) -> TokenScorer:
     """Load a reward model and make it score packed samples.
 
     The classifier's head reads the hidden state of a sample's last token. That is the value head of :class:`TokenScorer` at one token
@@ -30,6 +32,7 @@ def build_reward_scorer(source: ModelSource, *, remove_padding: bool, sp_group: 
         source: A function that makes the model, its import path, or the folder or hub name of a pretrained one.
         remove_padding: See :class:`TokenScorer`.
         sp_group: See :class:`TokenScorer`.
+        without_weights: True makes a pretrained model on the meta device, for a strategy that brings the weights from rank 0.
 
     Returns:
         A frozen scorer in evaluation mode.
@@ -39,9 +42,7 @@ def build_reward_scorer(source: ModelSource, *, remove_padding: bool, sp_group: 
         ValueError: There is no such folder or hub name, or the model has no head named ``score`` with one output.
     """
     maker = import_callable(source) if isinstance(source, str) else source
-    if maker is None:
-        require_pretrained(cast(str, source), "reward_model")
-    model: object = AutoModelForSequenceClassification.from_pretrained(cast(str, source)) if maker is None else maker()
+    model: object = _pretrained(cast(str, source), without_weights) if maker is None else maker()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"Expected reward_model to make a transformers model but got {type(model).__name__}.")
     head = getattr(model, "score", None)
@@ -58,6 +59,15 @@ def build_reward_scorer(source: ModelSource, *, remove_padding: bool, sp_group: 
         scorer.value_head.bias.copy_(torch.zeros(1) if head.bias is None else head.bias)
     scorer.requires_grad_(False)
     return scorer.eval()
+
+
+def _pretrained(source: str, without_weights: bool) -> object:
+    require_pretrained(source, "reward_model")
+    config = AutoConfig.from_pretrained(source)
+    if not without_weights or config.dtype is None:  # only the weights tell their dtype
+        return AutoModelForSequenceClassification.from_pretrained(source)
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(config, dtype=config.dtype)  # type: ignore[no-untyped-call]  # no type there
 
 
 def score_sequences(

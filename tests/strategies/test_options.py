@@ -1,6 +1,7 @@
 """Options of the strategy change memory and speed, not the numbers."""
 
 import datetime
+import functools
 import multiprocessing
 import os
 import time
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules import SFTModule
@@ -231,6 +233,72 @@ def test_pretrained_folder_is_read_on_rank_zero_alone_and_sharded_block_by_block
         torch.testing.assert_close(log_probs, expected)
         for name, value in source.named_parameters():
             assert torch.equal(parameters[f"policy.model.{name}"], value)
+
+
+def bytes_held(*modules):
+    """Return the memory of all parameters that are neither sharded nor on the meta device; what is shared counts once."""
+    storages = {}
+    for module in modules:
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor) and not parameter.is_meta:
+                storages[parameter.untyped_storage().data_ptr()] = parameter.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.filterwarnings("ignore:Some weights of:UserWarning")
+def test_models_of_ppo_are_read_on_rank_zero_alone_and_the_reference_costs_nothing_until_it_is_sharded(tmp_path):
+    sources = {"policy": tiny_llama(7), "critic": tiny_llama(8), "reward_model": tiny_classifier(9)}
+    for name, model in sources.items():
+        model.save_pretrained(tmp_path / name)
+    one = sum(p.numel() * p.element_size() for p in sources["policy"].parameters())
+
+    def load(name):
+        kind = AutoModelForSequenceClassification if name == "reward_model" else AutoModelForCausalLM
+        return kind.from_pretrained(tmp_path / name)
+
+    def main(rank, size):
+        results = []
+        for folders in (False, True):
+            models = {name: str(tmp_path / name) if folders else functools.partial(load, name) for name in sources}
+            module = ppo(kl_coefficient=0.1, critic_lr=1e-3, optimizer=momentum, **models)
+            build = module.build_models
+            held = []
+
+            def watched(module=module, build=build, held=held):
+                build()
+                held.append(bytes_held(module, *module.unregistered_modules(), module.rollout_engine.model))
+
+            module.build_models = watched
+            train(size, module, rollouts())
+            frozen = [whole_parameters(model) for model in module.unregistered_modules()]
+            results.append((held[0], whole_parameters(module), *frozen))
+        return results
+
+    for rank, ((whole_bytes, *whole_run), (brought_bytes, *brought_run)) in enumerate(run_distributed(main, 2, init_process_group=False)):
+        assert 4.5 * one > whole_bytes > 3.5 * one  # policy, engine, critic, reward model; the last two have no LM head
+        assert brought_bytes == (whole_bytes if rank == 0 else one)  # elsewhere the engine's copy alone
+        for actual, expected in zip(brought_run, whole_run, strict=True):
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        _, reward_model, reference = brought_run
+        assert all(torch.equal(reference[f"model.{name}"], value) for name, value in sources["policy"].named_parameters())
+        assert torch.equal(reward_model["value_head.weight"], sources["reward_model"].score.weight)
+
+
+def test_without_sharding_the_reference_has_memory_of_its_own():
+    def main(rank, size):
+        module = ppo(kl_coefficient=0.1, optimizer=momentum)
+        make_trainer(1, "auto", max_epochs=1).fit(module, datamodule=rollouts())
+        expected = tiny_llama().state_dict()
+        return all(torch.equal(value, expected[name]) for name, value in module.reference.model.state_dict().items())
+
+    assert run_distributed(main, 1, init_process_group=False) == [True]
+
+
+def tiny_classifier(seed):
+    config = LlamaConfig(**{**tiny_llama().config.to_dict(), "num_labels": 1, "architectures": None})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForSequenceClassification(config)
 
 
 def test_ranks_that_built_different_models_are_told_so():
