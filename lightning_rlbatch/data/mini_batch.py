@@ -17,21 +17,25 @@ class MiniBatch:
         micro_batches: In the order in which they run. A filler is a micro-batch without a response token.
         plan: Which sample of the whole mini-batch runs where; the same on every rank. Its numbers are logged with the step.
         critic_micro_batches: The same samples cut for a critic with a budget of its own; None: the critic takes ``micro_batches``.
+        exchanged_bytes: Bytes that samples took between ranks from the beginning of the iteration to this mini-batch, over all ranks;
+            None where samples are not exchanged.
     """
 
-    __slots__ = ("critic_micro_batches", "micro_batches", "plan")
+    __slots__ = ("critic_micro_batches", "exchanged_bytes", "micro_batches", "plan")
 
     def __init__(
         self,
         micro_batches: Sequence[PackedBatch],
         plan: BatchPlan | None = None,
         critic_micro_batches: Sequence[PackedBatch] | None = None,
+        exchanged_bytes: int | None = None,
     ) -> None:
         if not micro_batches:
             raise ValueError("A mini-batch needs at least one micro-batch (a filler, if this rank has no samples).")
         self.micro_batches = list(micro_batches)
         self.plan = plan
         self.critic_micro_batches = None if critic_micro_batches is None else list(critic_micro_batches)
+        self.exchanged_bytes = exchanged_bytes
 
     @classmethod
     def cut(
@@ -41,6 +45,7 @@ class MiniBatch:
         *,
         sp_size: int = 1,
         plan: BatchPlan | None = None,
+        exchanged_bytes: int | None = None,
     ) -> "MiniBatch":
         """Cut this rank's samples into micro-batches.
 
@@ -49,13 +54,15 @@ class MiniBatch:
             micro_batches: Positions in ``samples`` for each micro-step; ``[]`` becomes a filler.
             sp_size: Sequence-parallel size: a filler has a token for every rank of the group.
             plan: See the class.
+            exchanged_bytes: See the class.
 
         Returns:
             The mini-batch.
         """
         # Two tokens at least, because the first token of a sample is never scored and the scoring head has to run.
         filler = PackedBatch.filler(samples.schema, max(2, sp_size), samples.device)
-        return cls([samples.select(indices) if indices else filler for indices in micro_batches], plan)
+        chosen = [samples.select(indices) if indices else filler for indices in micro_batches]
+        return cls(chosen, plan, exchanged_bytes=exchanged_bytes)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MiniBatch":
         """Return a copy on another device."""
@@ -64,12 +71,13 @@ class MiniBatch:
             return [micro.to(device, non_blocking=non_blocking) for micro in micro_batches]
 
         critic = None if self.critic_micro_batches is None else moved(self.critic_micro_batches)
-        return MiniBatch(moved(self.micro_batches), self.plan, critic)
+        return MiniBatch(moved(self.micro_batches), self.plan, critic, self.exchanged_bytes)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers of the plan, the same on every rank."""
-        return {} if self.plan is None else {f"balance/{name}": value for name, value in self.plan.metrics().items()}
+        """Numbers of the plan and the exchange, the same on every rank."""
+        metrics = {} if self.plan is None else {f"balance/{name}": value for name, value in self.plan.metrics().items()}
+        return metrics | ({} if self.exchanged_bytes is None else {"perf/exchange_bytes": float(self.exchanged_bytes)})
 
     @property
     def num_tokens(self) -> int:

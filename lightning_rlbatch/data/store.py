@@ -100,6 +100,7 @@ class RolloutStore:
         destinations = [meshes.ranks_of_dp(self._holder[index]) for index in sent[SAMPLE_ID].tolist()]
         self.samples, route = exchange_samples(sent, destinations, meshes.world_group, order=sent[SAMPLE_ID].tolist())
         self.bytes_sent = route.bytes_sent
+        self._bytes_moved = route.bytes_moved
 
     def _assign(self, ids: Sequence[int], plan: BatchPlan) -> None:
         for dp_rank, positions in enumerate(plan.samples_per_rank):
@@ -115,6 +116,11 @@ class RolloutStore:
     def group_ids(self) -> Tensor:
         """``[n]`` int64: groups of this rank's samples."""
         return self.table.group_ids[self.sample_ids]
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that samples have taken between ranks so far in this iteration, over all ranks; the same number on every rank."""
+        return self._bytes_moved
 
     def to(self, device: torch.device) -> None:
         """Move this rank's samples to the device that computes."""
@@ -160,12 +166,12 @@ class RolloutStore:
             This rank's micro-batches.
         """
         if not ids:  # every rollout was filtered out: a legal step without an update
-            return MiniBatch.cut(self.samples, [[]], sp_size=self._meshes.sp_size)
+            return MiniBatch.cut(self.samples, [[]], sp_size=self._meshes.sp_size, exchanged_bytes=self._bytes_moved)
         plan = self._plans.pop(tuple(ids), None) or self._options.plan([self.table.lengths[i] for i in ids], self._meshes)
         self._move(ids, plan)
         place = {index: position for position, index in enumerate(self.sample_ids)}
         micro_batches = [[place[ids[position]] for position in bucket] for bucket in plan.assignment[self._meshes.dp_rank]]
-        batch = MiniBatch.cut(self.samples, micro_batches, sp_size=self._meshes.sp_size, plan=plan)
+        batch = MiniBatch.cut(self.samples, micro_batches, sp_size=self._meshes.sp_size, plan=plan, exchanged_bytes=self._bytes_moved)
         if self._options.cuts_critic:
             lengths = [self.table.lengths[index] for index in ids]
             recut = self._options.recut(lengths, plan.samples_per_rank, self._meshes, role="critic")
@@ -180,4 +186,6 @@ class RolloutStore:
             return
         own = [index for index, holder in enumerate(before) if holder == self._meshes.dp_rank]
         destinations = [[self._holder[index]] for index in own]
-        self.samples, _ = exchange_samples(self.samples, destinations, self._meshes.dp_group, order=own)
+        self.samples, route = exchange_samples(self.samples, destinations, self._meshes.dp_group, order=own)
+        self.bytes_sent += route.bytes_sent
+        self._bytes_moved += route.bytes_moved * self._meshes.sp_size  # every data-parallel group moves its copies

@@ -44,6 +44,7 @@ class Route:
             (rank 0's samples first).
         bytes_sent: Field bytes that this rank sent to others, padding included.
         bytes_received: Field bytes that it received from others.
+        bytes_moved: Field bytes that travelled, over the whole group; every rank knows it without asking.
         num_samples_moved: Copies of samples that changed rank, over the whole group.
     """
 
@@ -51,6 +52,7 @@ class Route:
     global_ids: tuple[int, ...]
     bytes_sent: int
     bytes_received: int
+    bytes_moved: int
     num_samples_moved: int
     _samples: tuple[Sample, ...] = dataclasses.field(repr=False)
 
@@ -151,6 +153,7 @@ def exchange_samples(
         global_ids=tuple(index for index in layout if rank in samples[index].destinations),
         bytes_sent=sent,
         bytes_received=received,
+        bytes_moved=_bytes_moved(legs, schema),
         num_samples_moved=sum(leg.sender != leg.receiver for leg in legs),
         _samples=tuple(samples),
     )
@@ -227,9 +230,17 @@ def _move(own: Rows, schema: Schema, legs: Sequence[_Leg], group: dist.ProcessGr
     return take(joined, schema, [where[leg] for leg in range(len(senders))]), sent, received
 
 
+def _bytes_moved(legs: Sequence[_Leg], schema: Schema) -> int:
+    lengths: dict[tuple[int, int], list[int]] = {}
+    for leg in legs:
+        if leg.sender != leg.receiver:
+            lengths.setdefault((leg.sender, leg.receiver), []).append(leg.length)
+    return sum(num_bytes(schema, between) for between in lengths.values())
+
+
 def _as_batch(rows: Rows, schema: Schema) -> PackedBatch:
     # The fields were checked where the batch was made; checking them again would read the response mask back from the GPU.
-    return PackedBatch._trusted(
+    return PackedBatch.unchecked(
         tuple(rows.lengths),
         {name: rows.fields[name] for name, spec in schema.items() if spec.per_token},
         {name: rows.fields[name] for name, spec in schema.items() if not spec.per_token},

@@ -84,10 +84,19 @@ class PackedBatch:
         object.__setattr__(self, "_per_sample", MappingProxyType(per_sample))
 
     @classmethod
-    def _trusted(
+    def unchecked(
         cls, lengths: tuple[int, ...], per_token: dict[str, Tensor], per_sample: dict[str, Tensor], cu_seqlens: Tensor | None = None
     ) -> "PackedBatch":
-        """Build from parts that are known to be consistent, without checks (and so without reading back from a device)."""
+        """Build from fields that are known to be consistent, without checks and so without reading anything back from a device.
+
+        For code that has taken the fields from batches that were checked. Fields that do not fit each other are not noticed here.
+
+        Args:
+            lengths: Tokens of each sample, at least 1.
+            per_token: Name to ``[T, ...]``; the dictionary belongs to the batch from now on.
+            per_sample: Name to ``[N, ...]``; likewise.
+            cu_seqlens: ``[N + 1]``, int32, if it exists already; on the device of the fields.
+        """
         batch = cls.__new__(cls)
         batch._fill(lengths, per_token, per_sample, cu_seqlens)
         return batch
@@ -156,7 +165,7 @@ class PackedBatch:
     @classmethod
     def empty(cls, schema: Schema, device: torch.device | str | None = None) -> "PackedBatch":
         """Return a batch of no samples with the fields of ``schema``."""
-        return cls._trusted((), *_zeros(schema, 0, 0, device))
+        return cls.unchecked((), *_zeros(schema, 0, 0, device))
 
     @classmethod
     def filler(cls, schema: Schema, num_tokens: int, device: torch.device | str | None = None) -> "PackedBatch":
@@ -167,7 +176,7 @@ class PackedBatch:
         """
         if num_tokens < 1:
             raise ValueError(f"A filler needs at least one token but got num_tokens={num_tokens}.")
-        return cls._trusted((num_tokens,), *_zeros(schema, num_tokens, 1, device))
+        return cls.unchecked((num_tokens,), *_zeros(schema, num_tokens, 1, device))
 
     @classmethod
     def concat(cls, batches: Sequence["PackedBatch"]) -> "PackedBatch":
@@ -182,7 +191,7 @@ class PackedBatch:
             difference = schema_difference(batches[0].schema, batch.schema)
             if difference is not None:
                 raise ValueError(f"Batch {index} cannot be joined to batch 0: {difference}. See with_fields, without_fields.")
-        return cls._trusted(
+        return cls.unchecked(
             tuple(length for batch in batches for length in batch.seq_lens),
             {name: torch.cat([batch._per_token[name] for batch in batches]) for name in batches[0]._per_token},
             {name: torch.cat([batch._per_sample[name] for batch in batches]) for name in batches[0]._per_sample},
@@ -313,7 +322,7 @@ class PackedBatch:
             pieces = self.split_per_sample(name)
             per_token[name] = torch.cat([pieces[index] for index in chosen])
         per_sample = {name: value.index_select(0, rows) for name, value in self._per_sample.items()}
-        return self._trusted(tuple(self._seq_lens[index] for index in chosen), per_token, per_sample)
+        return self.unchecked(tuple(self._seq_lens[index] for index in chosen), per_token, per_sample)
 
     def with_fields(self, per_token: Mapping[str, Tensor] | None = None, per_sample: Mapping[str, Tensor] | None = None) -> "PackedBatch":
         """Return a batch with fields added or replaced.
@@ -325,7 +334,7 @@ class PackedBatch:
         check_fields(self._seq_lens, {"input_ids": self["input_ids"], **new_token}, new_sample)
         token_fields = {name: value for name, value in self._per_token.items() if name not in new_sample} | new_token
         sample_fields = {name: value for name, value in self._per_sample.items() if name not in new_token} | new_sample
-        return self._trusted(self._seq_lens, token_fields, sample_fields, self._cu_seqlens)
+        return self.unchecked(self._seq_lens, token_fields, sample_fields, self._cu_seqlens)
 
     def without_fields(self, names: Iterable[str]) -> "PackedBatch":
         """Return a batch without the named fields.
@@ -341,7 +350,7 @@ class PackedBatch:
             raise ValueError("Every batch needs 'input_ids'; it cannot be dropped.")
         token_fields = {name: value for name, value in self._per_token.items() if name not in dropped}
         sample_fields = {name: value for name, value in self._per_sample.items() if name not in dropped}
-        return self._trusted(self._seq_lens, token_fields, sample_fields, self._cu_seqlens)
+        return self.unchecked(self._seq_lens, token_fields, sample_fields, self._cu_seqlens)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedBatch":
         """Return the batch on another device (dtypes never change)."""
@@ -354,7 +363,7 @@ class PackedBatch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":
         per_token = {name: function(value) for name, value in self._per_token.items()}
         per_sample = {name: function(value) for name, value in self._per_sample.items()}
-        return self._trusted(self._seq_lens, per_token, per_sample, function(self._cu_seqlens))
+        return self.unchecked(self._seq_lens, per_token, per_sample, function(self._cu_seqlens))
 
     def _repeat(self, per_sample: Tensor) -> Tensor:
         # output_size spares the device a read-back of the total.
@@ -367,7 +376,7 @@ class PackedBatch:
         raise AttributeError(f"A PackedBatch cannot be changed (attribute {name!r}). Use without_fields.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedBatch._trusted, (self._seq_lens, dict(self._per_token), dict(self._per_sample), self._cu_seqlens)
+        return PackedBatch.unchecked, (self._seq_lens, dict(self._per_token), dict(self._per_sample), self._cu_seqlens)
 
     def __repr__(self) -> str:
         fields = f"per_token={sorted(self._per_token)}, per_sample={sorted(self._per_sample)}"

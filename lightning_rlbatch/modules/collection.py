@@ -107,7 +107,7 @@ class RolloutCollector:
 
     def _metrics(self, store: RolloutStore, rollouts: Sequence[Rollout]) -> dict[str, float]:
         table, own = store.table, rollout_sums(self.module.component_names, rollouts)
-        sums = all_reduce_sums(own | {"bytes_sent": store.bytes_sent}, self.meshes.world_group)
+        sums = all_reduce_sums(own, self.meshes.world_group)
         metrics = reward_metrics(sums) | {f"length/{name}": value for name, value in _lengths(table).items()}
         equal = zero_variance_groups(table.rewards, table.group_ids)
         groups = max(1, int(equal.num_groups))
@@ -120,7 +120,6 @@ class RolloutCollector:
                 "reward/std": float(valid.std(unbiased=False)) if len(valid) else math.nan,
                 "reward/zero_variance_all_right": int(equal.num_all_right) / groups,
                 "reward/zero_variance_all_wrong": int(equal.num_all_wrong) / groups,
-                "perf/exchange_bytes": sums["bytes_sent"],
                 "reward/resampled_groups": float(self.sampler.num_resampled_groups),
                 "train/prompt_epoch": self.prompts.prompt_epoch,
             }

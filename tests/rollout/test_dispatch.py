@@ -1,12 +1,16 @@
 """Rollouts shared out over ranks and tensor-parallel groups: the same samples as one process alone, whatever the layout."""
 
+import datetime
 import random
+import time
 import weakref
+from itertools import accumulate
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ScriptedEngine, ToyTokenizer, make_trainer, plain_log_probs, tiny_llama, varied_reward
+from helpers import ScriptedEngine, ScriptedPPO, ToyTokenizer, make_trainer, plain_log_probs, prompts, tiny_llama, varied_reward
 from torch.distributed.tensor import DTensor
 
 from lightning_rlbatch.callbacks import RolloutCallback
@@ -94,26 +98,45 @@ def requests_of(rank, number):
     ]
 
 
-@pytest.mark.parametrize("counts", [[2, 2, 2, 2], [3, 0, 1, 2], [0, 0, 0, 1], [0, 0, 0, 0]])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_of_a_group_see_the_same_requests_in_the_order_of_the_ranks(size, counts):
+def test_ranks_of_a_group_see_the_same_requests_in_the_order_of_the_ranks():
+    cases = [(size, counts) for size in (1, 2, 4) for counts in ([2, 2, 2, 2], [3, 0, 1, 2], [0, 0, 0, 1], [0, 0, 0, 0])]
+
     def fn(rank, world_size):
-        group = tensor_parallel_group(build_meshes("cpu"), size)
-        return gather_requests(requests_of(rank, counts[rank]), group)
+        groups = {size: tensor_parallel_group(build_meshes("cpu"), size) for size in (1, 2, 4)}
+        return [gather_requests(requests_of(rank, counts[rank]), groups[size]) for size, counts in cases]
 
-    for rank, (together, own) in enumerate(run_distributed(fn, 4)):
-        ranks = tensor_parallel_ranks(rank, size)
-        assert together == [request for other in ranks for request in requests_of(other, counts[other])]
-        assert [together[index] for index in own] == requests_of(rank, counts[rank])
+    for rank, results in enumerate(run_distributed(fn, 4)):
+        for (size, counts), (together, own) in zip(cases, results):
+            ranks = tensor_parallel_ranks(rank, size)
+            assert together == [request for other in ranks for request in requests_of(other, counts[other])], (size, counts)
+            assert [together[index] for index in own] == requests_of(rank, counts[rank]), (size, counts)
 
 
-@pytest.mark.parametrize(("sp_size", "size"), [(1, 2), (2, 2), (2, 4), (4, 2)])
-def test_groups_are_neighbours_whatever_the_layout_of_training(sp_size, size):
+def test_groups_are_neighbours_whatever_the_layout_of_training():
+    cases = [(1, 2), (2, 2), (2, 4), (4, 2)]
+
     def fn(rank, world_size):
-        group = tensor_parallel_group(build_meshes("cpu", sequence_parallel_size=sp_size), size)
-        return dist.get_process_group_ranks(group)
+        meshes = {sp_size: build_meshes("cpu", sequence_parallel_size=sp_size) for sp_size in (1, 2, 4)}
+        return [dist.get_process_group_ranks(tensor_parallel_group(meshes[sp_size], size)) for sp_size, size in cases]
 
-    assert run_distributed(fn, 4) == [tensor_parallel_ranks(rank, size) for rank in range(4)]
+    for rank, results in enumerate(run_distributed(fn, 4)):
+        assert results == [tensor_parallel_ranks(rank, size) for _, size in cases]
+
+
+def test_a_group_waits_no_longer_than_the_strategy_says():
+    def fn(rank, world_size):
+        meshes = build_meshes("cpu", timeout=datetime.timedelta(seconds=0.5))
+        group = tensor_parallel_group(meshes, 2)
+        if rank % 2:
+            return 0.0  # its peer waits for it in vain
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            dist.all_reduce(torch.ones(1), group=group)
+        return time.monotonic() - start
+
+    waited = run_distributed(fn, 4)
+    assert 0.4 < waited[0] < 10
+    assert 0.4 < waited[2] < 10
 
 
 def test_completions_come_back_to_the_rank_that_asked_and_progress_counts_its_own():
@@ -185,12 +208,12 @@ def data_module(prompts, rollouts):
 def collect(rank, world_size, size, sp_size):
     """Return, for each number of prompts and rollouts, what this rank holds after the rollouts of an iteration and after its update."""
     results = []
-    for prompts, rollouts in SIZES:
+    for num_prompts, rollouts in SIZES:
         module = SpanningPPO(policy, [varied_reward], rollout_tensor_parallel_size=size)
         keep = Keep()
         strategy = "auto" if world_size == 1 else RLBatchFSDPStrategy(sp_size)
         trainer = make_trainer(world_size, strategy, callbacks=[keep], max_epochs=1)
-        trainer.fit(module, datamodule=data_module(prompts, rollouts))
+        trainer.fit(module, datamodule=data_module(num_prompts, rollouts))
         samples, table = keep.samples, keep.store.table
         rows = {
             int(index): {name: samples.split_per_sample(name)[place] for name in samples.per_token}
@@ -216,12 +239,21 @@ def alone():
     return run_distributed(collect, 1, 1, 1, init_process_group=False)[0]
 
 
+@pytest.fixture(scope="module")
+def everywhere():
+    """What every rank holds in every layout; one set of processes per number of ranks walks its layouts."""
+
+    def walk(rank, world_size):
+        return {(size, sp_size): collect(rank, world_size, size, sp_size) for world, size, sp_size in LAYOUTS if world == world_size}
+
+    return {world_size: run_distributed(walk, world_size, init_process_group=False) for world_size in (2, 4)}
+
+
 @pytest.mark.parametrize(("world_size", "size", "sp_size"), LAYOUTS[1:])
-def test_dispatch_gives_the_samples_of_one_process_alone(world_size, size, sp_size, alone):
-    ranks = run_distributed(collect, world_size, size, sp_size, init_process_group=False)
-    for number, ((prompts, rollouts), expected) in enumerate(zip(SIZES, alone)):
-        found = [rank[number] for rank in ranks]
-        total = prompts * rollouts
+def test_dispatch_gives_the_samples_of_one_process_alone(world_size, size, sp_size, alone, everywhere):
+    for number, ((num_prompts, rollouts), expected) in enumerate(zip(SIZES, alone)):
+        found = [rank[size, sp_size][number] for rank in everywhere[world_size]]
+        total = num_prompts * rollouts
         for rank, result in enumerate(found):
             # The group's ranks were asked the same: their neighbours' shares, in order.
             group = tensor_parallel_ranks(rank, size)
@@ -256,10 +288,6 @@ def test_old_log_probs_of_the_trainer_are_those_of_the_engine(alone):
 def test_only_samples_that_change_their_rank_are_sent():
     """Contiguous shares are what an unbalanced plan of equal sizes wants too, so nothing moves; balancing moves some."""
 
-    class Scripted(PPOModule):
-        def build_engine(self, model):
-            return ScriptedEngine()
-
     def fn(rank, world_size):
         sent = []
         for balance in (False, True):
@@ -268,15 +296,54 @@ def test_only_samples_that_change_their_rank_are_sent():
                 micro_batch_size=2, balance=balance, max_prompt_length=1, max_response_length=7,
             )  # fmt: skip
             keep = Keep()
-            make_trainer(world_size, callbacks=[keep], max_epochs=1).fit(Scripted(policy, [varied_reward]), datamodule=data)
+            make_trainer(world_size, callbacks=[keep], max_epochs=1).fit(ScriptedPPO(policy, [varied_reward]), datamodule=data)
             sent.append((keep.store.bytes_sent, sorted(keep.samples["sample_id"].tolist())))
         return sent
 
     ranks = run_distributed(fn, 2, init_process_group=False)
     assert [rank[0] for rank in ranks] == [(0, [0, 1]), (0, [2, 3])]
-    for rank, ((_, before), (sent, after)) in enumerate(ranks):
-        assert before != after, rank  # each rank gets a long and a short one
-        assert sent > 0
+    # Each rank gets a long and a short one: one of 8 tokens goes, one of 2 tokens comes. Per field, padded to 16 bytes:
+    # input_ids 8 per token, response_mask 1, rollout_log_probs 4; per sample reward, components, baseline, id 8, truncated 1.
+    long, short = (64 + 16 + 32) + 5 * 16, (16 + 16 + 16) + 5 * 16
+    assert [rank[1][0] for rank in ranks] == [long, short]
+    assert [len({0, 1} & set(rank[1][1])) for rank in ranks] == [1, 1]
+
+
+@pytest.mark.parametrize(("world_size", "sp_size"), [(2, 1), (4, 2)])
+def test_logged_bytes_are_those_of_all_exchanges_of_the_iteration_over_all_ranks(world_size, sp_size, monkeypatch):
+    """Counted where the bytes leave: in the first exchange, and in those of later epochs, whose mini-batches have other members."""
+    sent = [0]
+    original = dist.all_to_all_single
+
+    def counted(output, given, *arguments, **options):
+        sent[-1] += given.numel() if given.dtype == torch.uint8 else 0  # sequence parallelism moves floating-point numbers
+        return original(output, given, *arguments, **options)
+
+    class Steps(pl.Callback):
+        def __init__(self):
+            self.logged = []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.logged.append(float(trainer.callback_metrics["perf/exchange_bytes"]))
+            sent.append(0)
+
+    def fn(rank, world_size):
+        monkeypatch.setattr(dist, "all_to_all_single", counted)
+        steps = Steps()
+        data = RolloutDataModule(
+            lambda: prompts("gafbec"), ToyTokenizer(), train_batch_size=6, mini_batch_size=3, ppo_epochs=3,
+            max_tokens_per_rank=16, max_prompt_length=1, max_response_length=7,
+        )  # fmt: skip
+        trainer = make_trainer(world_size, RLBatchFSDPStrategy(sp_size), callbacks=[steps], max_epochs=2)
+        trainer.fit(ScriptedPPO(policy, [varied_reward]), datamodule=data)
+        return steps.logged, sent[:-1]
+
+    ranks = run_distributed(fn, world_size, init_process_group=False)
+    moved = [sum(rank_sent[step] for _, rank_sent in ranks) for step in range(12)]
+    so_far = [*accumulate(moved[:6]), *accumulate(moved[6:])]
+    assert all(logged == so_far for logged, _ in ranks)
+    assert any(moved[1:6])
+    assert so_far[5] > so_far[0] > 0
 
 
 def test_engine_that_fails_on_one_rank_ends_all_ranks_with_its_error():
@@ -296,7 +363,7 @@ def test_engine_that_fails_on_one_rank_ends_all_ranks_with_its_error():
             trainer.fit(module, datamodule=data_module(5, 2))
         return str(raised.value)
 
-    for size in (1, 2):
+    for size in (1, 2):  # after a failure processes are not used again
         messages = run_distributed(fn, 4, size, init_process_group=False)
         assert messages[1] == "the GPU fell off the bus"
         assert all("Rank 1 failed" in message for rank, message in enumerate(messages) if rank != 1)
