@@ -10,12 +10,16 @@ from rich.text import Text
 from rich.tree import Tree
 
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
+from lightning_rlbatch.cli.digest import format_bytes, label, memory_line, options_in_effect, size_lines
 from lightning_rlbatch.cli.explanation import Explanation, explain
+from lightning_rlbatch.cli.memory import build_facts
+from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.run_config import run_config
 
 _COLOURS = {"in effect": "green", "off": "dim", "without effect": "yellow", "refused": "bold red", "note": "cyan"}
 
 
+@until_closed
 def main(arguments: list[str]) -> int:
     """Run the subcommand.
 
@@ -31,45 +35,64 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("-c", "--config", action="append", default=[], help="configuration file; several are merged")
     parser.add_argument("--world-size", type=int, help="number of ranks; default: devices x num_nodes")
+    parser.add_argument("--details", "-v", action="store_true", help="print every number, every option, and the parts of the memory")
+    parser.add_argument("--build", action="store_true", help="make the policy, without weights, to estimate memory; imports its module")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, overrides = parser.parse_known_args(arguments)
     if options.world_size is not None and options.world_size < 1:
         parser.error(f"--world-size must be at least 1 but is {options.world_size}")
     try:
         files = [part for path in options.config for part in ("--config", path)]
-        explanation = explain(run_config(read_config([*files, *overrides]), options.world_size))
+        run = run_config(read_config([*files, *overrides]), options.world_size)
+        explanation = explain(run, build_facts(run.model.get("policy")) if options.build else None)
     except ConfigFileError as error:
         Console(stderr=True).print(Text(str(error), style="bold red"))
         return 2
     if options.json:
         print(json.dumps(explanation.to_json(), indent=2))
     else:
-        show(explanation, Console())
+        show(explanation, Console(), details=options.details)
     return 1 if explanation.refused else 0
 
 
-def show(explanation: Explanation, console: Console) -> None:
-    """Print an explanation.
+def show(explanation: Explanation, console: Console, *, details: bool = False) -> None:
+    """Print an explanation: the answer first, then mistakes, then sizes.
 
     Args:
         explanation: What to print.
         console: Where.
+        details: Print every derived number, every option and the parts of the memory too.
     """
     run = explanation.run
-    console.print(Text(f"{run.model.name or '?'} with {run.data.name or '?'} on {explanation.world_size} rank(s)", style="bold"))
+    ranks = f"{explanation.world_size} rank" + "s" * (explanation.world_size > 1)
+    console.print(Text(f"{run.model.name or '?'} with {run.data.name or '?'} on {ranks}", style="bold"))
+    console.print(Text(explanation.summary))
+    console.print()
+    if explanation.refused:
+        console.print(Text("This configuration would be refused.", style="bold red"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for finding in explanation.findings:
+        about = f"{label(finding)}: " if finding.level == "without effect" else ""
+        table.add_row(Text(finding.level, style=_COLOURS[finding.level]), Text(about + finding.text))
+    if explanation.findings:
+        table.add_row("", "")
+    for name, line in size_lines(explanation):
+        table.add_row(Text(name, style="bold cyan"), Text(line))
+    table.add_row(Text("memory", style="bold cyan"), Text(memory_line(explanation)))
+    table.add_row(Text("in effect", style=_COLOURS["in effect"]), Text(options_in_effect(explanation) or "no option of cutting is set"))
+    console.print(table)
+    if not details:
+        console.print(Text("--details: every number, every option with its state and reason, the parts of the memory.", style="dim"))
+        return
+    console.print()
     console.print(_layers(explanation))
-    console.print(Text(explanation.summary, style="bold"))
     console.print(_options(explanation))
     if explanation.memory is not None:
         console.print(_memory(explanation))
-    else:
-        console.print(Text("Memory: not estimated, since `policy` is no local folder with a config.json.", style="dim"))
-    for finding in explanation.findings:
-        line = Text(f"{finding.level}: ", style=_COLOURS[finding.level])
-        prefix = f"{finding.options[0]}: " if finding.level == "without effect" else ""
-        console.print(line.append(prefix + finding.text, style="default"))
-    if explanation.refused:
-        console.print(Text("This configuration would be refused.", style="bold red"))
+        for text in explanation.memory.notes:
+            console.print(Text(text, style="dim"))
 
 
 def _layers(explanation: Explanation) -> Tree:
@@ -98,7 +121,7 @@ def _options(explanation: Explanation) -> Table:
 def _memory(explanation: Explanation) -> Table:
     memory = explanation.memory
     assert memory is not None
-    source = "counted in the weight files" if memory.counted == "files" else "from config.json"
+    source = {"files": "counted in the weight files", "config": "from config.json", "model": "counted in the model"}[memory.counted]
     table = Table(
         title=f"Memory of one rank ({memory.num_parameters:,} parameters, {source})", title_justify="left", box=box.SIMPLE, pad_edge=False
     )
@@ -111,19 +134,3 @@ def _memory(explanation: Explanation) -> Table:
     table.add_section()
     table.add_row("sum (without gathered parameters, key/value cache, communication buffers)", format_bytes(memory.total))
     return table
-
-
-def format_bytes(size: int) -> str:
-    """Return a size with a binary unit.
-
-    Args:
-        size: Bytes.
-
-    Example:
-        >>> format_bytes(3 * 2**29)
-        '1.50 GiB'
-    """
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.2f} {units[0]}" if units[0] != "B" else f"{size} B"

@@ -5,57 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rlbatch.cli.findings import Finding
-from lightning_rlbatch.cli.memory import MemoryEstimate, estimate_memory, tokens_per_gpu
+from lightning_rlbatch.cli.memory import MemoryEstimate, ModelFacts, estimate_memory, model_facts, tokens_per_gpu
+from lightning_rlbatch.cli.option_states import OptionState, option_states
 from lightning_rlbatch.cli.rules_batching import check_batching
 from lightning_rlbatch.cli.rules_names import check_names
+from lightning_rlbatch.cli.rules_sources import check_sources
 from lightning_rlbatch.cli.rules_training import check_training
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
-
-# (option, section, phase, meaning)
-OPTIONS = (
-    ("train_batch_size", "data", "rollout", "prompts per iteration, over all ranks"),
-    ("rollouts_per_prompt", "data", "rollout", "responses per prompt"),
-    ("max_prompt_length", "data", "rollout", "longer prompts are left out"),
-    ("max_response_length", "data", "rollout", "most tokens of a response"),
-    ("max_rollout_batch_size", "model", "rollout", "sequences that decode together; nothing to do with cutting"),
-    ("mini_batch_size", "data", "update", "one optimizer step, over all ranks"),
-    ("ppo_epochs", "data", "update", "passes over an iteration's rollouts"),
-    ("max_tokens_per_rank", "data", "update", "most tokens one GPU holds in a micro-batch (dynamic)"),
-    ("micro_batch_size", "data", "update", "samples of a micro-batch (static)"),
-    ("log_prob_max_tokens_per_rank", "data", "log-probs", "budget of forward-only passes"),
-    ("log_prob_micro_batch_size", "data", "log-probs", "samples per micro-batch of forward-only passes"),
-    ("critic_max_tokens_per_rank", "data", "critic", "budget of the critic's passes"),
-    ("critic_micro_batch_size", "data", "critic", "samples per micro-batch of the critic's passes"),
-    ("balance", "data", "all", "which rank gets which samples"),
-    ("equal_size", "data", "all", "every rank gets as many samples, plus or minus one"),
-    ("planner", "data", "all", "global plan, or the two-layer baseline"),
-    ("oversize", "data", "all", "what to do with a sample above the budget"),
-    ("workload_coefficient", "data", "all", "linear cost of a token relative to the quadratic one"),
-    ("remove_padding", "model", "every forward", "compute real tokens only"),
-    ("sequence_parallel_size", "trainer.strategy", "every forward", "GPUs that share each sample"),
-    ("data_parallel_replicate_size", "trainer.strategy", "every forward", "copies of the sharded parameters"),
-)
-
-
-@dataclass(frozen=True)
-class OptionState:
-    """What became of one option.
-
-    Attributes:
-        option: Its name.
-        phase: Where it acts.
-        value: In force (given or default); None if it is off.
-        given: Whether the configuration sets it.
-        state: ``in effect``, ``off``, ``without effect`` or ``refused``.
-        why: A reason, or what the option means.
-    """
-
-    option: str
-    phase: str
-    value: Any
-    given: bool
-    state: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -69,7 +25,7 @@ class Explanation:
         summary: What one GPU runs at once, in a sentence.
         options: Fate of every option of cutting and spreading.
         findings: Everything worth saying; refused ones first.
-        memory: Of one rank; None if the policy is no local folder.
+        memory: Of one rank; None if nothing is known of the policy.
     """
 
     run: RunConfig
@@ -107,32 +63,38 @@ def check(run: RunConfig) -> tuple[Finding, ...]:
     Args:
         run: The configuration.
     """
-    found = [*check_names(run), *check_batching(run), *check_training(run)]
+    found = [*check_names(run), *check_batching(run), *check_training(run), *check_sources(run)]
     order = {"refused": 0, "without effect": 1, "note": 2}
     return tuple(sorted(found, key=lambda finding: order[finding.level]))
 
 
-def explain(run: RunConfig) -> Explanation:
+def explain(run: RunConfig, facts: ModelFacts | None = None) -> Explanation:
     """Derive every number and judge every option.
 
     Args:
         run: The configuration; where only the machine knows the number of ranks, the numbers are for one sequence-parallel group.
+        facts: Of the policy; None takes what its files say.
     """
     findings = check(run)
     if run.world_size is None:
         run = dataclasses.replace(run, world_size=run.sp_size)
     assert run.world_size is not None
     sizes = _rollout_sizes(run) if run.kind == "rollouts" else _sample_sizes(run)
-    return Explanation(run, run.world_size, sizes, _summary(run), _option_states(run, findings), findings, estimate_memory(run))
+    memory = estimate_memory(run, model_facts(run) if facts is None else facts)
+    return Explanation(run, run.world_size, sizes, _summary(run), option_states(run, findings), findings, memory)
 
 
 def _rollout_sizes(run: RunConfig) -> dict[str, dict[str, str]]:
     data = run.data
     names = ("train_batch_size", "rollouts_per_prompt", "mini_batch_size", "ppo_epochs", "micro_batch_size", "max_tokens_per_rank")
     given = {name: data.number(name) for name in names}
+    tensor_parallel = run.model.number("rollout_tensor_parallel_size") or 1
     try:
         sizes = load_pure("functional.sizes").iteration_sizes(
-            world_size=run.world_size, sequence_parallel_size=run.sp_size, **{name: value for name, value in given.items() if value}
+            world_size=run.world_size,
+            sequence_parallel_size=run.sp_size,
+            rollout_tensor_parallel_size=tensor_parallel,
+            **{name: value for name, value in given.items() if value},
         )
     except (TypeError, ValueError):  # the findings say why
         return {}
@@ -140,7 +102,8 @@ def _rollout_sizes(run: RunConfig) -> dict[str, dict[str, str]]:
     return {
         "global batch": {
             "prompts per iteration": f"{given['train_batch_size']}",
-            "rollouts per iteration": f"{sizes.num_rollouts} = {given['train_batch_size']} prompts x {given['rollouts_per_prompt']}",
+            "rollouts per iteration": f"{sizes.num_rollouts} = {given['train_batch_size']} prompts x"
+            f" {given['rollouts_per_prompt']} responses",
             "mini-batches per pass": f"{sizes.num_mini_batches} of {sizes.prompts_per_mini_batch} prompts",
             "rollouts per mini-batch (optimizer step)": str(sizes.rollouts_per_mini_batch),
             "optimizer steps per iteration": f"{sizes.num_optimizer_steps} = {sizes.num_mini_batches} mini-batches x "
@@ -149,6 +112,11 @@ def _rollout_sizes(run: RunConfig) -> dict[str, dict[str, str]]:
         "data-parallel rank": _rank_sizes(run)
         | {
             "rollouts generated by each GPU": str(sizes.rollouts_per_worker),
+            **(
+                {f"rollouts of {tensor_parallel} GPUs that share an engine": str(sizes.rollouts_per_tp_group)}
+                if tensor_parallel > 1
+                else {}
+            ),
             "rollouts scored and trained per iteration": str(sizes.rollouts_per_dp_rank),
             "rollouts of one optimizer step": f"{per_step} by count (balancing by length moves it a little)",
         },
@@ -226,9 +194,10 @@ def _summary(run: RunConfig) -> str:
     shared = f" (1/{sp} of a micro-batch of its sequence-parallel group)" if sp > 1 else ""
     padded = ", padding to the longest sample included" if run.model.get("remove_padding") is False else ""
     if budget is not None and longest is not None:
+        fitting = max(1, budget * sp // longest)
+        kind = f"sample of the longest {longest}" if fitting == 1 else f"samples of the longest {longest}"
         return (
-            f"One GPU runs at most {tokens} tokens at once{shared}{padded}: {max(1, budget * sp // longest)} sample(s) of the longest"
-            f" {longest} tokens per micro-batch, or more shorter ones."
+            f"One GPU runs at most {tokens} tokens at once{shared}{padded}: {fitting} {kind} tokens per micro-batch, or more shorter ones."
         )
     if budget is not None:
         return f"One GPU runs at most {tokens} tokens at once{shared}{padded}, as whole samples."
@@ -236,37 +205,5 @@ def _summary(run: RunConfig) -> str:
         bound = (
             "with no bound on their tokens" if tokens is None else f"of at most {longest} tokens each: {tokens} tokens on one GPU{shared}"
         )
-        return f"One GPU runs {micro} sample(s) at once{padded}, {bound}."
+        return f"One GPU runs {micro} sample{'s' * (micro > 1)} at once{padded}, {bound}."
     return "How much one GPU runs at once is not configured."
-
-
-def _option_states(run: RunConfig, findings: tuple[Finding, ...]) -> tuple[OptionState, ...]:
-    sections = {"data": run.data, "model": run.model, "trainer.strategy": run.strategy}
-    states = []
-    for option, key, phase, meaning in OPTIONS:
-        section = sections[key]
-        if not section.has(option) and option not in section.given:
-            continue
-        value, given = section.get(option), option in section.given
-        about = [finding for finding in findings if option in finding.options and finding.level != "note"]
-        if about and given:
-            states.append(OptionState(option, phase, value, given, about[0].level, about[0].text))
-        elif value is None:
-            states.append(OptionState(option, phase, None, given, "off", _stand_in(run, option) or meaning))
-        else:
-            states.append(OptionState(option, phase, value, given, "in effect", meaning))
-    return tuple(states)
-
-
-def _stand_in(run: RunConfig, option: str) -> str | None:
-    """Say which other option decides where this one is not set."""
-    other = {
-        "log_prob_max_tokens_per_rank": "max_tokens_per_rank",
-        "log_prob_micro_batch_size": "micro_batch_size",
-        "critic_max_tokens_per_rank": "max_tokens_per_rank",
-        "critic_micro_batch_size": "micro_batch_size",
-        "max_tokens_per_rank": "micro_batch_size",
-        "micro_batch_size": "max_tokens_per_rank",
-    }.get(option)
-    value = None if other is None else run.data.get(other)
-    return None if value is None else f"{other}={value} decides"

@@ -1,8 +1,11 @@
-"""Make what a configuration names by ``class_path``."""
+"""Make what a configuration names."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def callable_of(source: dict[str, Any], option: str) -> Callable[..., Any]:
@@ -21,3 +24,23 @@ def callable_of(source: dict[str, Any], option: str) -> Callable[..., Any]:
     if maker is None:
         raise ValueError(f"{option}.class_path={source.get('class_path')!r} is no import path of a class or function.")
     return functools.partial(maker, **(source.get("init_args") or {}))
+
+
+def build_policy(source: Any) -> "PreTrainedModel":
+    """Make the policy as the module would.
+
+    Args:
+        source: As configured: a folder, a hub name, an import path, or a ``class_path`` with ``init_args``.
+    """
+    from lightning_rlbatch.modules.model_sources import load_model
+
+    if not isinstance(source, dict):
+        return load_model(source)
+    made = callable_of(source, "policy")
+    return load_model(lambda: _call_until_model(made))
+
+
+def _call_until_model(maker: Any) -> Any:
+    """A ``class_path`` names the model's class, a function that makes it, or a class whose objects make it."""
+    made = maker()
+    return made() if callable(made) and not hasattr(made, "config") else made

@@ -6,11 +6,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_rlbatch.cli.imports import is_import_path
 from lightning_rlbatch.cli.rules_training import class_name, model_config
 from lightning_rlbatch.cli.run_config import RunConfig
 
-_MASTER_BYTES = 4  # trained weights, gradients and optimizer states are fp32 under every mixed precision
 _STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Muon": 1}
+_TRUE_PRECISIONS = {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of the policy without running it.
+
+    Attributes:
+        num_parameters: All of them.
+        num_trained: Those that are trained.
+        counted: Where the numbers come from: ``files`` (weight files), ``config`` (config.json) or ``model`` (made on no device).
+        config: Its text configuration.
+    """
+
+    num_parameters: int
+    num_trained: int
+    counted: str
+    config: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -19,10 +37,11 @@ class MemoryEstimate:
 
     Attributes:
         num_parameters: Of the policy.
-        counted: ``files`` if the parameters were counted in the weight files, ``config`` if they follow from ``config.json``.
+        counted: See :class:`ModelFacts`.
         parts: What -> bytes.
         activations: Bytes of the largest micro-batch's activations in the update; None if the configuration does not bound its tokens.
         activation_formula: How that number is made.
+        notes: What would change a part.
     """
 
     num_parameters: int
@@ -30,54 +49,115 @@ class MemoryEstimate:
     parts: dict[str, int]
     activations: int | None
     activation_formula: str
+    notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
-        """Sum of all parts, activations included where they are bounded."""
-        return sum(self.parts.values()) + (self.activations or 0)
+        """Sum of all parts on the device, activations included where they are bounded."""
+        return sum(size for name, size in self.parts.items() if not name.endswith(IN_HOST_MEMORY)) + (self.activations or 0)
 
 
-def estimate_memory(run: RunConfig) -> MemoryEstimate | None:
-    """Estimate the memory of one rank; None if the policy is no local model folder.
+IN_HOST_MEMORY = ", in host memory"
+
+
+def estimate_memory(run: RunConfig, facts: ModelFacts | None) -> MemoryEstimate | None:
+    """Estimate the memory of one rank; None if nothing is known of the policy.
 
     Gathered parameters, buffers of collectives, the key/value cache and the allocator's reserve are not in it.
 
     Args:
         run: The configuration.
+        facts: Of the policy.
 
     Source:
         Bytes of states: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3.
         Activations: the tensors that the backward of a pre-norm block with a gated MLP and flash attention needs, counted by hand (the
         approach of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4).
     """
-    source = run.model.get("policy")
-    config = model_config(source)
-    if config is None:
+    if facts is None:
         return None
-    number, counted = count_parameters(Path(source), config)
-    if number is None:
-        return None
+    size = _TRUE_PRECISIONS.get(str(run.trainer.get("precision")), 4)
+    width = {2: "16 bit", 4: "fp32", 8: "fp64"}[size]  # weights, gradients and states are fp32 under every mixed precision
     shards = (run.world_size or 1) // run.replicate_size if run.sharded else 1
-    share = -(-number // max(1, shards))
-    optimizer = class_name(run.model.get("optimizer")) or "AdamW"
-    arguments = run.model.get("optimizer")
-    momentum = isinstance(arguments, dict) and (arguments.get("init_args") or {}).get("momentum", 0)
-    states = int(bool(momentum)) if optimizer == "SGD" else _STATES.get(optimizer, 2)
-    trained = {"policy": 1.0}
-    critic = run.model.get("critic")
-    if critic is not None and critic != "shared":
-        trained["critic"] = 1.0
+    trained, whole = _share(facts.num_trained, shards), _share(facts.num_parameters, shards)
+    optimizer, states = _optimizer(run)
+    host = IN_HOST_MEMORY if run.strategy.get("cpu_offload") is True else ""
+    # Reducing once per optimizer step keeps whole gradients until the last micro-batch.
+    gathers = run.sharded and shards > 1 and run.strategy.get("grad_sync") == "last"
+    notes = ("grad_sync: last keeps whole gradients on every rank until the last micro-batch; every keeps shards",) if gathers else ()
     parts: dict[str, int] = {}
-    for role in trained:
-        parts[f"{role}: parameters (fp32)"] = share * _MASTER_BYTES
-        parts[f"{role}: gradients (fp32)"] = share * _MASTER_BYTES
-        parts[f"{role}: {optimizer} states (fp32 x {states})"] = share * _MASTER_BYTES * states
-    if run.model.get("kl_coefficient") or run.model.get("kl_reward") is not None:
-        parts["reference: parameters (fp32)"] = share * _MASTER_BYTES
+    critic = run.model.get("critic")
+    for role in ("policy", "critic") if critic is not None and critic != "shared" else ("policy",):
+        parts[f"{role}: parameters ({width}){host}"] = whole * size
+        parts[f"{role}: gradients ({width}){'' if gathers else host}"] = (facts.num_trained if gathers else trained) * size
+        parts[f"{role}: {optimizer} states ({width} x {states}){host}"] = trained * size * states
+    if (run.model.get("kl_coefficient") or run.model.get("kl_reward") is not None) and facts.num_trained == facts.num_parameters:
+        away = IN_HOST_MEMORY if run.strategy.get("reference_cpu_offload") is True else ""
+        parts[f"reference: parameters ({width}){away}"] = whole * size
     if run.kind == "rollouts":
-        parts["rollout engine: its own whole copy (fp32)"] = number * _MASTER_BYTES
-    activations, formula = _activations(run, config)
-    return MemoryEstimate(number, counted, parts, activations, formula)
+        parts[f"rollout engine: its own whole copy ({width})"] = facts.num_parameters * size
+    activations, formula = _activations(run, facts.config)
+    return MemoryEstimate(facts.num_parameters, facts.counted, parts, activations, formula, notes)
+
+
+def _share(number: int, shards: int) -> int:
+    return -(-number // max(1, shards))
+
+
+def _optimizer(run: RunConfig) -> tuple[str, int]:
+    source = run.model.get("optimizer")
+    name = class_name(source) or "AdamW"
+    momentum = isinstance(source, dict) and (source.get("init_args") or {}).get("momentum", 0)
+    return name, int(bool(momentum)) if name == "SGD" else _STATES.get(name, 2)
+
+
+def model_facts(run: RunConfig) -> ModelFacts | None:
+    """Read what the policy's files say; None if it has none here.
+
+    Args:
+        run: The configuration; ``policy`` may be a folder, or the hub name of a model in the hub's cache.
+    """
+    source = run.model.get("policy")
+    folder = _folder_of(source) if isinstance(source, str) else None
+    config = None if folder is None else model_config(str(folder))
+    if folder is None or config is None:
+        return None
+    number, counted = count_parameters(folder, config)
+    return None if number is None else ModelFacts(number, number, counted, config)
+
+
+def _folder_of(source: str) -> Path | None:
+    if Path(source).is_dir():
+        return Path(source)
+    if is_import_path(source) or source.count("/") != 1:
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache  # looks at the disk only
+
+        found = try_to_load_from_cache(source, "config.json")
+    except (ImportError, ValueError):  # ValueError: no possible name
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def build_facts(source: Any) -> ModelFacts:
+    """Make the policy without weights and count it; imports torch, transformers and the module that makes it.
+
+    Args:
+        source: The policy as configured.
+    """
+    import torch
+
+    from lightning_rlbatch.cli.made import build_policy
+
+    try:
+        with torch.device("meta"):
+            model = build_policy(source)
+    except (NotImplementedError, RuntimeError):  # what makes it looks at the weights
+        model = build_policy(source)
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return ModelFacts(sum(parameter.numel() for parameter in parameters), trained, "model", model.config.get_text_config().to_dict())
 
 
 def count_parameters(folder: Path, config: dict[str, Any]) -> tuple[int | None, str]:
@@ -123,16 +203,17 @@ def _attention_widths(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def _activations(run: RunConfig, config: dict[str, Any]) -> tuple[int | None, str]:
-    precision = str(run.trainer.get("precision"))
-    size = 2 if "16" in precision else 4
-    formula = f"tokens of one GPU x layers x (4 hidden + 2 query width + 2 key/value width + 4 MLP width) x {size} bytes, no checkpointing"
+    size = 2 if "16" in str(run.trainer.get("precision")) else _TRUE_PRECISIONS.get(str(run.trainer.get("precision")), 4)
+    block = f"(4 hidden + 2 query width + 2 key/value width + 4 MLP width) x {size} bytes"
+    recomputed = run.strategy.get("activation_checkpointing") is True
+    formula = f"tokens of one GPU x {f'((layers x hidden x {size} bytes) + {block})' if recomputed else f'layers x {block}'}"
     tokens = tokens_per_gpu(run)
     if tokens is None or not all(isinstance(config.get(name), int) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")):
         return None, formula
     query, key_value = _attention_widths(config)
-    width = config.get("intermediate_size") or 4 * config["hidden_size"]
-    per_token = 4 * config["hidden_size"] + 2 * (query + key_value) + 4 * width
-    return tokens * config["num_hidden_layers"] * per_token * size, formula
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    per_block = 4 * hidden + 2 * (query + key_value) + 4 * (config.get("intermediate_size") or 4 * hidden)
+    return tokens * size * (layers * hidden + per_block if recomputed else layers * per_block), formula
 
 
 def tokens_per_gpu(run: RunConfig) -> int | None:

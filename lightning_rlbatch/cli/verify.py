@@ -11,15 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
-from lightning_rlbatch.cli.made import callable_of
+from lightning_rlbatch.cli.made import build_policy
+from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.run_config import RunConfig, run_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from lightning_rlbatch.testing.parity import ParityReport
 
 
+@until_closed
 def main(arguments: list[str]) -> int:
     """Run the subcommand.
 
@@ -97,26 +97,6 @@ def verify(run: RunConfig, options: argparse.Namespace) -> "ParityReport":
         tolerance=options.tolerance,
         timeout=options.timeout,
     )
-
-
-def build_policy(source: Any) -> "PreTrainedModel":
-    """Make the policy as the module would.
-
-    Args:
-        source: As configured: a folder, a hub name, an import path, or a ``class_path`` with ``init_args``.
-    """
-    from lightning_rlbatch.modules.model_sources import load_model
-
-    if not isinstance(source, dict):
-        return load_model(source)
-    made = callable_of(source, "policy")
-    return load_model(lambda: _call_until_model(made))
-
-
-def _call_until_model(maker: Any) -> Any:
-    """A ``class_path`` names the model's class, a function that makes it, or a class whose objects make it."""
-    made = maker()
-    return made() if callable(made) and not hasattr(made, "config") else made
 
 
 def report_json(report: "ParityReport") -> dict[str, Any]:

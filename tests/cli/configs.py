@@ -8,11 +8,11 @@ import yaml
 
 RUN: dict[str, Any] = {
     "trainer": {"accelerator": "cpu", "devices": 4, "strategy": {"class_path": "lightning_rlbatch.RLBatchFSDPStrategy", "init_args": {}}},
-    "model": {"class_path": "lightning_rlbatch.PPOModule", "init_args": {"policy": "some/model", "reward_functions": ["my.reward"]}},
+    "model": {"class_path": "lightning_rlbatch.PPOModule", "init_args": {"policy": "some/model", "reward_functions": ["statistics.fmean"]}},
     "data": {
         "class_path": "lightning_rlbatch.RolloutDataModule",
         "init_args": {
-            "train_prompts": "prompts.jsonl",
+            "train_prompts": str(Path(__file__).parents[1] / "data" / "prompts.jsonl"),
             "tokenizer": "some/model",
             "train_batch_size": 16,
             "mini_batch_size": 4,

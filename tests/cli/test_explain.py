@@ -169,9 +169,9 @@ def test_the_numbers_of_the_three_layers_are_those_of_the_worked_example():
 
 
 def test_the_summary_says_how_many_samples_of_how_many_tokens_one_gpu_runs_at_once():
-    assert "at most 1024 tokens at once: 2 sample(s) of the longest 512 tokens" in explain(run_config(config())).summary
+    assert "at most 1024 tokens at once: 2 samples of the longest 512 tokens" in explain(run_config(config())).summary
     static = explain(run_config(config(data=STATIC))).summary
-    assert "runs 2 sample(s) at once" in static
+    assert "runs 2 samples at once" in static
     assert "1024 tokens on one GPU" in static
 
 
@@ -208,10 +208,16 @@ def test_memory_counts_the_weights_of_a_local_model_and_divides_them_over_the_ra
     content = config(model={"policy": str(tmp_path / "model"), "kl_coefficient": 0.1})
     memory = explain(run_config(content)).memory
     assert (memory.num_parameters, memory.counted) == (number, "files")
-    assert memory.parts["policy: gradients (fp32)"] == number  # 4 bytes, 4 ranks
+    assert memory.parts["policy: parameters (fp32)"] == number  # 4 bytes, 4 ranks
+    assert memory.parts["policy: gradients (fp32)"] == 4 * number  # whole until the last micro-batch
     assert memory.parts["policy: AdamW states (fp32 x 2)"] == 2 * number
     assert memory.parts["rollout engine: its own whole copy (fp32)"] == 4 * number
     assert memory.parts["reference: parameters (fp32)"] == number
+    content["trainer"]["strategy"]["init_args"] = {"grad_sync": "every", "cpu_offload": True, "activation_checkpointing": True}
+    saving = explain(run_config(content)).memory
+    assert saving.parts["policy: gradients (fp32), in host memory"] == number
+    assert saving.total == 4 * number + number + saving.activations  # the engine's copy and the reference stay on the device
+    assert saving.activations < memory.activations
     (tmp_path / "model" / "model.safetensors").unlink()
     assert explain(run_config(content)).memory.num_parameters == number  # the formula agrees with the files
 
@@ -232,7 +238,7 @@ def test_overrides_are_read_as_lightning_cli_reads_them(tmp_path):
     assert merged["data"]["init_args"]["mini_batch_size"] == 8
     assert merged["data"]["init_args"]["seed"] == 3
     assert merged["model"]["init_args"]["kl_coefficient"] == 1e-3
-    assert merged["model"]["init_args"]["reward_functions"] == ["my.reward", "other.reward"]
+    assert merged["model"]["init_args"]["reward_functions"] == ["statistics.fmean", "other.reward"]
     run = run_config(merged)
     assert (run.world_size, run.sp_size) == (8, 2)
 
@@ -280,14 +286,14 @@ def test_explain_answers_without_importing_torch_and_within_three_seconds(tmp_pa
     command = [sys.executable, "-c", code, "explain", "--config", write(tmp_path, RUN), "--world-size", "64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "64 rank(s)" in done.stdout
+    assert "64 ranks" in done.stdout
     assert time.perf_counter() - start < 3
 
 
 def test_fit_refuses_a_configuration_with_all_its_errors_before_it_loads_anything(tmp_path, capsys):
     broken = write(tmp_path, config(data={"mini_batch_size": 17, "max_tokens_per_rank": 400}))
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", broken])  # neither some/model nor prompts.jsonl exists: it does not get that far
+        main(["fit", "--config", broken])  # some/model does not exist: it does not get that far
     assert stop.value.code == 1
     error = capsys.readouterr().err
     assert "2 error(s)" in error

@@ -1,0 +1,110 @@
+"""Say what is wrong with the import path of a function, from source text alone: nothing is imported."""
+
+import ast
+import difflib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+_LITERALS = (ast.Constant, ast.List, ast.Dict, ast.Tuple, ast.Set, ast.JoinedStr)
+
+
+def is_import_path(text: str) -> bool:
+    """Say whether a text has the form of an import path, such as ``my_project.rewards.exact_match``.
+
+    Args:
+        text: As configured.
+    """
+    parts = text.split(".")
+    return len(parts) > 1 and all(part.isidentifier() for part in parts)
+
+
+def module_exists(name: str) -> bool:
+    """Say whether the first package of an import path can be found.
+
+    Args:
+        name: Import path or module.
+    """
+    top = name.partition(".")[0]
+    return top in sys.modules or top in sys.builtin_module_names or PathFinder.find_spec(top) is not None
+
+
+def import_problem(path: str) -> str | None:
+    """Return why an import path names no function or class, None if it does or if the source cannot tell.
+
+    Args:
+        path: Such as ``my_project.rewards.exact_match``.
+    """
+    if not is_import_path(path):
+        return f"{path!r} is no import path. Write module.function, for example my_project.reward"
+    module, _, name = path.rpartition(".")
+    if not module_exists(module):
+        return f"there is no module `{module.partition('.')[0]}`, neither in {Path.cwd()} nor installed"
+    spec = _spec(module)
+    if isinstance(spec, str):
+        return spec
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        return f"line {error.lineno} of {spec.origin} is not Python: {error.msg}"
+    return _missing_import(tree, module) or _binding_problem(tree, module, name)
+
+
+def _spec(module: str) -> ModuleSpec | str | None:
+    """Return the spec of a module, why there is none, or None if it is found by other means than files."""
+    search: list[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:depth]), search)
+        if found is None:
+            return None if depth == 1 else f"`{'.'.join(parts[: depth - 1])}` has no module `{parts[depth - 1]}`"
+        spec = found
+        search = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
+        if search is None and depth < len(parts):
+            return None  # a module that makes its own submodules, such as os.path
+    return spec
+
+
+def _missing_import(tree: ast.Module, module: str) -> str | None:
+    for node in tree.body:  # imports inside `try` and `if` are allowed to fail
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names = [node.module]
+        for name in names:
+            if not module_exists(name) and importlib.util.find_spec(name.partition(".")[0]) is None:
+                return f"`{module}` imports `{name}`, which is not installed"
+    return None
+
+
+def _binding_problem(tree: ast.Module, module: str, name: str) -> str | None:
+    bound = dict(_bindings(tree.body))
+    if name in bound:
+        value = bound[name]
+        return f"`{module}.{name}` is a value ({ast.unparse(value)[:40]}), not a function" if isinstance(value, _LITERALS) else None
+    if "*" in bound or "__getattr__" in bound:
+        return None
+    close = difflib.get_close_matches(name, [known for known in bound if not known.startswith("_")], 1)
+    return f"`{module}` has no `{name}`" + (f". Did you mean `{module}.{close[0]}`?" if close else "")
+
+
+def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield the names that statements bind, with the value where it is an assigned one."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, None
+        elif isinstance(node, ast.Import):
+            yield from ((alias.asname or alias.name.partition(".")[0], None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node.value
+        for block in ("body", "orelse", "handlers", "finalbody"):
+            for part in getattr(node, block, []) if isinstance(node, ast.If | ast.Try | ast.With) else []:
+                yield from _bindings(part.body if isinstance(part, ast.ExceptHandler) else [part])

@@ -1,0 +1,87 @@
+"""Rules about what a configuration names outside itself: files, models, functions."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_rlbatch.cli.findings import Findings, refused
+from lightning_rlbatch.cli.imports import import_problem, is_import_path, module_exists
+from lightning_rlbatch.cli.run_config import RunConfig
+
+FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+
+
+def check_sources(run: RunConfig) -> Findings:
+    """Find files that are not there, and import paths that lead to no function."""
+    for name in ("train_prompts", "val_prompts"):
+        yield from _check_prompts(name, run.data.given.get(name))
+    replayed = run.data.given.get("dirpath")
+    if run.kind == "replay" and isinstance(replayed, str) and not Path(replayed).exists():
+        yield refused("dirpath", text=f"`dirpath`: there is no {replayed} in {Path.cwd()}. Record rollouts there first (RolloutRecorder).")
+    for section, names in ((run.model, ("policy", "critic", "reward_model")), (run.data, ("tokenizer",))):
+        for name in names:
+            yield from _check_pretrained(name, section.given.get(name))
+    functions = run.model.given.get("reward_functions")
+    for function in functions if isinstance(functions, list) else []:
+        yield from _check_function("reward_functions", function)
+    yield from _check_function("environment", run.model.given.get("environment"))
+    for path, option in _class_paths(run):
+        problem = import_problem(path)
+        if problem is not None:
+            yield refused(option, text=f"`{option}`: class_path {path}: {problem}.")
+
+
+def _check_prompts(name: str, source: Any) -> Findings:
+    if isinstance(source, str) and not Path(source).is_file() and is_import_path(source) and not source.endswith(FILES):
+        problem = import_problem(source)
+        if problem is not None:
+            yield refused(name, text=f"`{name}`: {problem}.")
+        return
+    paths = [source] if isinstance(source, str) else source if isinstance(source, list) else []
+    missing = [path for path in paths if isinstance(path, str) and not Path(path).is_file()]
+    if missing:
+        yield refused(
+            name,
+            text=f"`{name}`: there is no file {missing[0]} in {Path.cwd()}. Check the path; it is looked for from the folder in which you"
+            " start the run. Or name a function that returns rows by its import path.",
+        )
+
+
+def _check_pretrained(name: str, source: Any) -> Findings:
+    if not isinstance(source, str) or source == "shared" or Path(source).is_dir():
+        return
+    if is_import_path(source):
+        problem = import_problem(source)
+        if problem is not None:
+            known = "" if module_exists(source) else ", and no folder of that name"
+            yield refused(name, text=f"`{name}`: {problem}{known}.")
+    elif source.count("/") > 1 or source.startswith(("/", ".", "~")):  # a hub name has one slash at most
+        yield refused(name, text=f"`{name}`: there is no folder {source} in {Path.cwd()}. Check the path, or make the model first.")
+
+
+def _check_function(option: str, source: Any) -> Findings:
+    if isinstance(source, str):
+        problem = import_problem(source)
+        if problem is not None:
+            yield refused(option, text=f"`{option}`: {problem}.")
+
+
+def _class_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the import path of every class that options hold, and the option."""
+    for section in (run.model, run.data):
+        if is_import_path(section.class_path):
+            yield section.class_path, section.key
+    for section in (run.model, run.data, run.strategy, run.trainer):
+        for name, value in section.given.items():
+            if name != "strategy":
+                yield from ((path, name) for path in _paths_in(value))
+
+
+def _paths_in(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _paths_in(item)
+    elif isinstance(value, dict) and isinstance(value.get("class_path"), str) and is_import_path(value["class_path"]):
+        yield value["class_path"]
+        for item in (value.get("init_args") or {}).values():
+            yield from _paths_in(item)
