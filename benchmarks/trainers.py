@@ -24,6 +24,7 @@ from lightning_rlbatch import PPOModule, RLBatchFSDPStrategy
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.planning import plan_mini_batch
+from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB
 
 CLIP = 0.2
 LEARNING_RATE = 1e-6
@@ -55,12 +56,14 @@ class Job:
         micro_batch_size: Samples of a padded micro-batch.
         max_tokens_per_rank: Token budget of a packed micro-batch.
         repeats: Real optimizer steps.
+        head_memory_mib: Option of ours of that name.
     """
 
     workload: Workload
     micro_batch_size: int
     max_tokens_per_rank: int
     repeats: int
+    head_memory_mib: float = HEAD_MEMORY_MIB
 
     def batches(self) -> Iterator[PackedBatch]:
         """Yield the samples of each optimizer step."""
@@ -155,7 +158,7 @@ def run_ours(rank: int, ranks: int, job: Job) -> list[Step]:
         plan = plan_mini_batch(batch.lengths, dp_size=ranks, max_tokens_per_rank=job.max_tokens_per_rank)
         return MiniBatch.cut(batch, plan.assignment[rank], plan=plan)
 
-    module = PPOModule(lambda: make_model(job.workload.vocabulary), [no_reward], optimizer=adamw)
+    module = PPOModule(lambda: make_model(job.workload.vocabulary), [no_reward], optimizer=adamw, head_memory_mib=job.head_memory_mib)
     return _fit(module, Loader(job, cut), "auto" if ranks == 1 else RLBatchFSDPStrategy(), ranks)
 
 

@@ -9,6 +9,7 @@ rank; with several ranks, time in which a rank waits for others is not in them.
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 
@@ -21,6 +22,7 @@ import torch
 from benchmarks.measuring import machine, note, print_header, print_row
 from benchmarks.trainers import TRAINERS, Job, Step, trl_missing
 from benchmarks.workloads import FAMILIES, cached_batch, make_batch, make_workload
+from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB
 from lightning_rlbatch.testing import run_distributed
 
 LIMIT = "ours, equal lengths"
@@ -47,8 +49,8 @@ def measure(method: str, job: Job, ranks: int) -> Step:
 def compare(family: str, vocabulary: int, options: argparse.Namespace) -> None:
     """Measure one family at one vocabulary, and print a row for each method."""
     workload = make_workload(family, options.samples, vocabulary, seed=options.seed, cap=options.cap)
-    job = Job(workload, options.micro_batch_size, options.max_tokens_per_rank, options.repeats)
-    jobs = {method: job for method in options.method} | {LIMIT: Job(workload.equal_lengths(), *list(vars(job).values())[1:])}
+    job = Job(workload, options.micro_batch_size, options.max_tokens_per_rank, options.repeats, options.head_memory_mib)
+    jobs = {method: job for method in options.method} | {LIMIT: dataclasses.replace(job, workload=workload.equal_lengths())}
     first: Step | None = None
     for method, what in jobs.items():
         step = measure("ours" if method == LIMIT else method, what, options.ranks)
@@ -84,6 +86,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--samples", type=int, default=16, help="rollouts of an optimizer step, over all ranks")
     made.add_argument("--micro-batch-size", type=int, default=8, help="samples of a padded micro-batch")
     made.add_argument("--max-tokens-per-rank", type=int, default=2048, help="token budget of a packed micro-batch")
+    made.add_argument(
+        "--head-memory-mib",
+        type=float,
+        default=HEAD_MEMORY_MIB,
+        help="ours: memory for the LM head's products; 256 holds all of a micro-batch",
+    )
     made.add_argument("--cap", type=int, default=1600, help="most tokens of a response")
     made.add_argument("--ranks", type=int, default=1)
     made.add_argument("--repeats", type=int, default=1, help="optimizer steps of which the median is taken")
