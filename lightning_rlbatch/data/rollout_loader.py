@@ -11,6 +11,7 @@ from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.strategies.access import check_collectives
+from lightning_rlbatch.strategies.stopping import CollectionStopped
 
 if TYPE_CHECKING:
     from lightning_rlbatch.data.rollout import RolloutDataModule
@@ -104,7 +105,10 @@ class RolloutLoader:
         placed = _first_uses(batches)
         if data.trainer is not None:
             check_collectives(data.trainer, "collect rollouts", iteration=iteration, prompts=needed, mini_batches=batches)
-        store = self._module.collect_rollouts(data.iteration_prompts(iteration).select(needed), iteration, placed, self._options)
+        try:
+            store = self._module.collect_rollouts(data.iteration_prompts(iteration).select(needed), iteration, placed, self._options)
+        except CollectionStopped:
+            return  # the epoch ends without a step, and training with it
         for offset, part in enumerate(batches, start=1):
             position.mini_batch = first + offset
             if position.mini_batch == len(members):

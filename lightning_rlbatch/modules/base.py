@@ -27,7 +27,7 @@ from lightning_rlbatch.modules.hyperparameters import hyperparameters
 from lightning_rlbatch.modules.step_sums import accumulate, ratios
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
 from lightning_rlbatch.strategies.access import averages_over, check_collectives, meshes_of
-from lightning_rlbatch.strategies.stopping import StopAgreement
+from lightning_rlbatch.strategies.stopping import Result, StopAgreement
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 LRSchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -194,6 +194,18 @@ class RLBatchModule(pl.LightningModule):
     @override
     def on_validation_end(self) -> None:
         self._stop_together()
+
+    def stoppable(self, collect: Callable[[], Result]) -> Result:
+        """Run what collects rollouts, on all ranks together; stop all of them if one is to stop in the meantime.
+
+        Args:
+            collect: Collects; what it does alone on this rank, inside :meth:`interruptible`, ends at once.
+        """
+        return collect() if self._stops is None else self._stops.collect(collect)
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Return a context for generation and rewards: without collectives inside, and ended by the wish to stop."""
+        return nullcontext() if self._stops is None else self._stops.interruptible()
 
     def _stop_together(self) -> None:
         if self._stops is not None:  # this hook runs after the callbacks', and before Lightning looks whether to stop

@@ -193,12 +193,22 @@ class PPOModule(PPORoles):
         Returns:
             This rank's rollouts with old log-probs and advantages.
         """
-        collector = RolloutCollector(self, prompts, iteration)
-        store, self._collection_metrics = collector.run(mini_batches, options)
-        if self.kl_reward is not None:
-            self._steer_kl(self.kl_reward, num_samples=len(store.table))
-        call_on_rollout_end(self.trainer, self, Rollouts(store, collector.prompts, iteration))
-        return store
+        coefficient = self.kl_reward_coefficient
+
+        def collect() -> RolloutStore:
+            self.kl_reward_coefficient = coefficient  # of the first try; a stop throws away what was collected
+            collector = RolloutCollector(self, prompts, iteration)
+            store, self._collection_metrics = collector.run(mini_batches, options)
+            if self.kl_reward is not None:
+                self._steer_kl(self.kl_reward, num_samples=len(store.table))
+            call_on_rollout_end(self.trainer, self, Rollouts(store, collector.prompts, iteration))
+            return store
+
+        try:
+            return self.stoppable(collect)
+        except BaseException:
+            self.kl_reward_coefficient = coefficient
+            raise
 
     def _steer_kl(self, controller: KLController, *, num_samples: int) -> None:
         coefficient, kl = self.kl_reward_coefficient, self._collection_metrics["kl/reward"]

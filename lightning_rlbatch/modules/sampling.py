@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -131,9 +131,11 @@ class RolloutSampler:
         # What only this rank runs (its prompts, its reward calls) fails on every rank, or the others would wait for it. Collectives of
         # a tensor-parallel group within are safe: whatever is raised there is raised on all ranks of the group.
         progress = rollout_progress(module.trainer, len(responses), self.description)
-        with fail_together(self.group, "generation"), self._timed("generation"), progress as update:
+        # The ranks of a tensor-parallel group communicate while they generate: a stop waits for the end of it.
+        alone = module.interruptible() if module.rollout_group is None else nullcontext()
+        with fail_together(self.group, "generation"), self._timed("generation"), progress as update, alone:
             sampler.sample(responses, update)
-        with fail_together(self.group, "rewards"), self._timed("rewards"):
+        with fail_together(self.group, "rewards"), self._timed("rewards"), module.interruptible():
             told = texts(prompts, responses)
             totals, by_name = module.compute_rewards(
                 prompts=told.prompts,

@@ -2,22 +2,33 @@
 
 import signal
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rlbatch.distributed.reductions import all_reduce_max
 from lightning_rlbatch.strategies.access import meshes_of
+from lightning_rlbatch.strategies.interrupting import StopWatch, is_stop
+
+Result = TypeVar("Result")
+
+
+class CollectionStopped(Exception):  # noqa: N818 - no error: the run ends as it does after a step
+    """All ranks stop, and the rollouts that were being collected are not trained on."""
 
 
 class StopAgreement:
-    """Makes ``trainer.should_stop`` and signals take effect on all ranks after the same optimizer step.
+    """Makes ``trainer.should_stop`` and signals take effect on all ranks after the same optimizer step, or in the same collection.
 
     Lightning looks at ``should_stop`` on each rank alone, and its signal handlers communicate wherever the signal happens to arrive:
     a rank that stops or broadcasts while the others are in another collective leaves them waiting. Here a handler only takes note;
     :meth:`agree` asks all ranks (one all-reduce of a few numbers per step) and runs Lightning's own handler on all of them together.
+    Inside :meth:`collect` the phases that a rank runs alone are interrupted, since they may take minutes.
 
     Args:
         trainer: A Trainer that has started training: Lightning's signal handlers are installed.
@@ -28,6 +39,9 @@ class StopAgreement:
         self._group = meshes_of(trainer).world_group
         self._handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any]] = {}
         self._received: set[int] = set()
+        self._watch: StopWatch | None = None
+        self._token = trainer.strategy.broadcast(uuid.uuid4().hex)
+        self._num_collections = 0
         if threading.current_thread() is not threading.main_thread():
             return  # Python runs signal handlers in the main thread, and allows no other one to set them
         for number in self._signals():
@@ -43,6 +57,14 @@ class StopAgreement:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.add(number)
+        if self._watch is not None:
+            self._watch.request()
+
+    def _may_stop_early(self) -> bool:
+        """Whether ``should_stop`` is set and the Trainer would heed it."""
+        trainer = self.trainer
+        enough_steps = not trainer.min_steps or trainer.global_step >= trainer.min_steps
+        return trainer.should_stop and enough_steps and trainer.current_epoch >= (trainer.min_epochs or 0)
 
     def agree(self) -> None:
         """Stop everywhere if one rank stops; collective over all ranks."""
@@ -62,3 +84,50 @@ class StopAgreement:
             handler(number, None)
         finally:
             strategy.saves_wait = False
+
+    # -- collections -------------------------------------------------------------------------------------------------------------
+
+    def collect(self, run: Callable[[], Result]) -> Result:
+        """Collect rollouts, and stop all ranks if one of them is to stop in the meantime; collective over all ranks.
+
+        What was collected is thrown away then: the checkpoint of a stop is the state before the collection, which a resumed run repeats.
+
+        Args:
+            run: Collects; runs again after a signal that does not end the run (SLURM's request to save).
+
+        Raises:
+            SIGTERMException: A rank got SIGTERM.
+            CollectionStopped: ``should_stop`` is set.
+        """
+        while True:
+            finished = None
+            try:
+                with self._watching():
+                    finished = (run(),)
+            except BaseException as error:
+                if not is_stop(error):
+                    raise
+            self.agree()
+            if self.trainer.received_sigterm:
+                raise SIGTERMException
+            if self._may_stop_early():
+                raise CollectionStopped
+            if finished is not None:
+                return finished[0]
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        self._num_collections += 1
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGURG"):
+            yield
+            return
+        key = f"{self._token}/{self._num_collections}"
+        with StopWatch(set(self._handlers), self._may_stop_early, key, requested=bool(self._received)) as self._watch:
+            try:
+                yield
+            finally:
+                self._watch = None
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Return a context for a phase of :meth:`collect` that communicates with nobody."""
+        return nullcontext() if self._watch is None else self._watch.interruptible()

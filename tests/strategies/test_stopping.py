@@ -1,0 +1,113 @@
+"""A wish to stop takes effect on all ranks within seconds, also while rollouts are being collected."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback
+from lightning_rlbatch.testing import run_distributed
+from tests.helpers import make_trainer
+from tests.strategies.runs import assert_same_state, ppo, rollouts, run
+
+LONG = 60.0  # seconds that a reward function takes unless somebody interrupts it
+
+
+def sigterm(trainer):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def should_stop(trainer):
+    trainer.should_stop = True
+
+
+# (rank whose reward function runs while the other one waits in a collective, rank that is told, how, how the run ends)
+CASES = [
+    (1, 0, sigterm, "SIGTERMException"),
+    (0, 1, sigterm, "SIGTERMException"),
+    (0, 0, sigterm, "SIGTERMException"),
+    (1, 0, should_stop, None),
+    (0, 0, should_stop, None),
+]
+
+
+class SlowReward:
+    """Takes very long in the second iteration, and swallows ordinary exceptions, as reward functions do."""
+
+    __name__ = "slow_reward"
+
+    def __init__(self, is_slow, begun):
+        self.is_slow, self.begun, self.calls = is_slow, begun, 0
+
+    def __call__(self, prompts, completions):
+        self.calls += 1
+        if self.is_slow and self.calls == 2:
+            self.begun.set()
+            with contextlib.suppress(Exception):
+                time.sleep(LONG)
+        return [float(len(completion)) for completion in completions]
+
+
+def stopped_run(size, reward, tell, folder):
+    """Fit until the stop; return how it ended, the counters, and when."""
+    saver = ModelCheckpoint(str(folder), "at_stop", save_on_exception=True, every_n_epochs=100, enable_version_counter=False)
+    trainer = make_trainer(size, max_epochs=3, callbacks=[saver], enable_checkpointing=True)
+    threading.Thread(target=tell, args=(trainer,), daemon=True).start()
+    ended = None
+    try:
+        trainer.fit(ppo(reward_functions=[reward]), datamodule=rollouts())
+    except BaseException as error:
+        ended = type(error).__name__
+    return ended, trainer.global_step, time.monotonic()
+
+
+def test_a_stop_in_a_collection_ends_all_ranks_within_seconds_and_the_run_resumes_exactly(tmp_path):
+    begun = [multiprocessing.Event() for _ in CASES]
+    told_at = [multiprocessing.Value("d", 0.0) for _ in CASES]
+
+    def main(rank, size):
+        endings = []
+        for number, (slow, told, how, _) in enumerate(CASES):
+
+            def tell(trainer, number=number, told=told, how=how):
+                if rank == told and begun[number].wait(30):
+                    time.sleep(0.2)
+                    told_at[number].value = time.monotonic()
+                    how(trainer)
+
+            endings.append(stopped_run(size, SlowReward(rank == slow, begun[number]), tell, tmp_path / str(number)))
+        warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+        rest = run(ppo(), rollouts(), size, max_epochs=3, ckpt_path=str(tmp_path / "1" / "at_stop.ckpt"))
+        whole = run(ppo(), rollouts(), size, max_epochs=3)
+        return endings, rest, whole
+
+    for endings, rest, whole in run_distributed(main, 2, init_process_group=False):
+        for (name, step, ended_at), (*_, expected), begin in zip(endings, CASES, told_at):
+            assert (name, step) == (expected, 2)
+            assert 0 < ended_at - begin.value < 10
+        assert_same_state(rest, whole)
+        assert rest["collections"] == whole["collections"][1:]
+
+
+def test_should_stop_of_a_rollout_callback_ends_before_a_step_on_these_rollouts():
+    class Enough(RolloutCallback):
+        def __init__(self, is_told):
+            self.is_told = is_told
+
+        def on_rollout_end(self, trainer, module, rollouts):
+            if rollouts.iteration == 1 and self.is_told:
+                trainer.should_stop = True
+
+    def main(rank, size):
+        trainer = make_trainer(size, max_epochs=3, callbacks=[Enough(rank == 1)])
+        trainer.fit(ppo(), datamodule=rollouts())
+        unheeded = make_trainer(size, max_epochs=3, min_epochs=3, callbacks=[Enough(rank == 0)])
+        unheeded.fit(ppo(), datamodule=rollouts())
+        return trainer.global_step, unheeded.global_step
+
+    assert run_distributed(main, 2, init_process_group=False) == [(2, 6)] * 2
