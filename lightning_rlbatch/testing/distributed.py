@@ -36,7 +36,10 @@ def _rank_main(
     port: int,
     pg_timeout: float,
     out: Connection,
+    inherited: list[Connection],
 ) -> None:
+    for pipe in inherited:  # the parent's ends: a copy of them held here would hide that the parent has closed its own
+        pipe.close()
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -86,11 +89,13 @@ def run_distributed(
         pipes: list[Connection] = []
         for rank in range(world_size):
             receiver, sender = context.Pipe()
-            process: BaseProcess = context.Process(target=_rank_main, args=(fn, rank, world_size, args, store, port, pg_timeout, sender))
+            pipes.append(receiver)
+            process: BaseProcess = context.Process(
+                target=_rank_main, args=(fn, rank, world_size, args, store, port, pg_timeout, sender, pipes)
+            )
             process.start()
             sender.close()
             processes.append(process)
-            pipes.append(receiver)
         try:
             results, failures = _collect(pipes, timeout)
         finally:
