@@ -125,7 +125,8 @@ def completed(snippet):
 
 
 @pytest.mark.parametrize("snippet", snippets("yaml"), ids=str)
-def test_explain_finds_nothing_wrong_with_a_configuration(snippet):
+def test_explain_finds_nothing_wrong_with_a_configuration(snippet, my_project, monkeypatch):
+    monkeypatch.chdir(my_project)
     findings = explain(run_config(completed(snippet), world_size=32 if "num_nodes: 4" in snippet.code else 16)).findings
     assert [finding.text for finding in findings if finding.level != "note"] == []
 
@@ -147,6 +148,8 @@ def my_project(tmp_path_factory):
     parts = [snippet.code for snippet in snippets("python", ROOT / "docs" / "customizing.md") if snippet.runs]
     reward = "def reward(prompts, completions, **columns):\n    return [0.0] * len(completions)\n"
     (folder / "my_project.py").write_text("\n\n".join([*parts, reward]))
+    (folder / "prompts.jsonl").write_text('{"prompt": "2+2="}\n')
+    (folder / "outputs" / "recorded").mkdir(parents=True)
     for snippet in snippets("python"):
         name = re.match(r"# (\w+\.py)$", snippet.code.splitlines()[0])
         if name:
@@ -185,7 +188,9 @@ def test_configurations_of_the_examples_are_accepted(my_project, monkeypatch):
     monkeypatch.chdir(ROOT)
     for path in sorted((ROOT / "examples").rglob("*.yaml")):
         findings = explain(run_config(yaml.safe_load(path.read_text()))).findings
-        assert [finding.text for finding in findings if finding.level == "refused"] == [], path
+        # Policies that an earlier phase of an example writes are not there yet.
+        wrong = [finding.text for finding in findings if finding.level == "refused" and "there is no folder outputs/" not in finding.text]
+        assert wrong == [], path
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------------------

@@ -129,8 +129,8 @@ def entropy_collapse(history: History, limits: Thresholds) -> Finding | None:
     spent = _median_ratio(history, "train/approx_kl", "train/entropy", 2 * window)
     if first is not None and spent is not None and now < first / 2 and spent > limits.entropy_spent:
         return (
-            f"entropy went from {first:.3f} to {now:.3f} nats, and an update still moves the policy by a KL of {100 * spent:.0f}% of what is"
-            " left: it makes up its mind before it has seen what pays.",
+            f"entropy went from {first:.3f} to {now:.3f} nats, and the KL of an update is {100 * spent:.0f}% of what is left: the policy"
+            " makes up its mind before it has seen what pays.",
             advice,
         )
     if first is not None and now < limits.entropy_share * first and not _rising(history, limits):

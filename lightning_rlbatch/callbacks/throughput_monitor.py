@@ -1,5 +1,6 @@
 """Measure tokens per second, use of the device's FLOPs, and where the time of an iteration goes."""
 
+import math
 import resource
 import sys
 import time
@@ -10,12 +11,17 @@ import torch
 from lightning.fabric.utilities.throughput import Throughput, get_available_flops
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_rlbatch.callbacks.waiting import WaitingClock, WaitingFile
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.functional.plan import BatchPlan
+from lightning_rlbatch.strategies.access import meshes_of
+
+WAITING = ("time/waiting", "time/waiting_most", "time/waiting_least")
 
 
 class ThroughputMonitor(Callback):
@@ -30,6 +36,11 @@ class ThroughputMonitor(Callback):
       computed too, and ``padding_share`` is its share.
     * ``time/update``: seconds of the update; ``time/between_updates``: seconds from the last update to this one (rollouts, scoring,
       exchange); ``time/waiting_estimate``: seconds of the update that the average rank waits for the slowest, by the plan's workloads.
+    * ``time/waiting``: the same, measured: seconds of this update that the average rank waited for others; ``time/waiting_most`` and
+      ``time/waiting_least`` of the ranks that waited most and least. With a CSVLogger ``waiting.csv`` beside its metrics has every rank
+      and micro-step. Measured on every ``waiting_every_n_steps``-th step only (a multiple of the Trainer's ``log_every_n_steps``), by a
+      timed barrier in front of each gathering of parameters, which makes that step a little slower; under DDP in front of the last
+      micro-batch's backward. Not with ``compile_backend``.
       The module logs the phases of a collection as ``time/generation``, ``time/scoring`` and so on; ``time/other_between_updates`` is
       what none of them explains.
     * ``memory/peak_gib``: most memory of rank zero so far: allocated on its GPU, or resident in its process on a CPU.
@@ -41,19 +52,26 @@ class ThroughputMonitor(Callback):
     Args:
         window_size: Steps of the running means.
         available_flops: Peak FLOPs per second of one device; None looks the device up.
+        waiting_every_n_steps: Measure waiting on every n-th optimizer step, never on the first; None measures none.
 
     Raises:
-        ValueError: ``window_size`` is below 2.
+        ValueError: ``window_size`` is below 2, or ``waiting_every_n_steps`` below 1.
 
     Source:
         Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B, with causal attention counted once.
     """
 
-    def __init__(self, *, window_size: int = 20, available_flops: float | None = None) -> None:
+    def __init__(self, *, window_size: int = 20, available_flops: float | None = None, waiting_every_n_steps: int | None = 25) -> None:
         if window_size < 2:
             raise ValueError(f"Expected window_size to be at least 2 but got {window_size}: a speed needs two points in time.")
+        if waiting_every_n_steps is not None and waiting_every_n_steps < 1:
+            raise ValueError(f"Expected waiting_every_n_steps to be at least 1 but got {waiting_every_n_steps}. Pass None to measure none.")
         self.window_size = window_size
         self.available_flops = available_flops
+        self.waiting_every_n_steps = waiting_every_n_steps
+        self._clock: WaitingClock | None = None
+        self._waiting_file: WaitingFile | None = None
+        self._has_measured = False
         self._now = 0.0
         self._last_end = 0.0
         self._elapsed = 0.0
@@ -68,7 +86,11 @@ class ThroughputMonitor(Callback):
         self._peak = peak
         self._models = [flops_coefficients(model) for model in trained_models(pl_module)]
         self._rolling = Throughput(available_flops=peak, world_size=trainer.world_size, window_size=self.window_size)
+        logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
+        if logger is not None and trainer.is_global_zero:
+            self._waiting_file = WaitingFile(logger.log_dir, keep=trainer.global_step > 0)
         self._items, self._elapsed, self._last_end = [0, 0], 0.0, time.perf_counter()
+        self._first_step = trainer.global_step
 
     @override
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -81,6 +103,43 @@ class ThroughputMonitor(Callback):
     @override
     def on_train_batch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int) -> None:
         self._now = time.perf_counter()
+        if self._measures_waiting(trainer):
+            self._clock = WaitingClock(pl_module, meshes_of(trainer), pl_module.device)
+
+    def _measures_waiting(self, trainer: "pl.Trainer") -> bool:
+        """Whether the step that begins is measured; decided from what all ranks know. The first one of a run warms up."""
+        compiled = getattr(trainer.strategy, "compile_backend", None) is not None
+        if self.waiting_every_n_steps is None or trainer.world_size == 1 or compiled or trainer.global_step == self._first_step:
+            return False
+        every = max(1, int(getattr(trainer, "log_every_n_steps", 1)))  # other steps are not logged
+        return (trainer.global_step + 1) % (-(-self.waiting_every_n_steps // every) * every) == 0
+
+    @override
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: torch.Tensor) -> None:
+        synchronises = getattr(trainer.strategy.model, "require_backward_grad_sync", True)  # of DDP
+        if self._clock is not None and not self._clock.watches_blocks and synchronises:
+            self._clock.meet()
+
+    @override
+    def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        if self._clock is not None:
+            self._clock.next_micro_step()
+
+    def _waiting(self, trainer: "pl.Trainer") -> dict[str, float]:
+        if self._clock is None:  # Lightning would log the value of an earlier step again
+            return dict.fromkeys(WAITING, math.nan) if self._has_measured else {}
+        self._has_measured = True
+        seconds, self._clock = self._clock.stop(), None
+        if self._waiting_file is not None:
+            self._waiting_file.write(trainer.global_step - 1, seconds.tolist())
+        ranks = seconds.sum(dim=1)
+        return dict(zip(WAITING, (float(ranks.mean()), float(ranks.max()), float(ranks.min()))))
+
+    @override
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        if self._clock is not None:
+            self._clock.detach()
+            self._clock = None
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -94,6 +153,7 @@ class ThroughputMonitor(Callback):
             metrics["time/other_between_updates"] = max(0.0, between - sum(phases.values()))
         if plan is not None:
             metrics |= self._speeds(trainer, plan, update, between)
+        metrics |= self._waiting(trainer)
         pl_module.log_dict(metrics, batch_size=1)
 
     def _speeds(self, trainer: "pl.Trainer", plan: BatchPlan, update: float, between: float) -> dict[str, float]:
@@ -121,8 +181,8 @@ class ThroughputMonitor(Callback):
 
 def _phases(trainer: "pl.Trainer") -> dict[str, float]:
     """Return the phases of the collection that came before the first update of an iteration, as the module logged them."""
-    own = ("time/update", "time/between_updates", "time/waiting_estimate", "time/other_between_updates")
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("time/") and name not in own}
+    own = ("time/update", "time/between_updates", "time/waiting", "time/other_between_updates")
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("time/") and not name.startswith(own)}
 
 
 def peak_memory(device: torch.device) -> int:

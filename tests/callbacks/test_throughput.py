@@ -1,8 +1,11 @@
+import csv
+import math
 import time
 
 import pytest
 import torch
-from helpers import HandMadeDataModule, Step, length_reward, make_samples, make_trainer, tiny_llama
+from helpers import HandMadeDataModule, RecordingLogger, Step, length_reward, make_samples, make_trainer, tiny_llama
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rlbatch.callbacks import ThroughputMonitor
 from lightning_rlbatch.callbacks.throughput_monitor import flops_coefficients, step_flops
@@ -91,6 +94,54 @@ def test_flops_of_a_step_agree_with_torchs_own_counter():
 def test_a_tied_embedding_is_counted_once_as_the_head():
     tied, untied = flops_coefficients(tiny_llama(tied=True))[0], flops_coefficients(tiny_llama())[0]
     assert tied == untied
+
+
+class SlowRank(PPOModule):
+    """Rank 1 takes longer for every micro-batch."""
+
+    def policy_step(self, micro_batch, denominators):
+        time.sleep(SLEEP * self.meshes.rank)
+        return super().policy_step(micro_batch, denominators)
+
+
+SLEEP = 0.08
+
+
+def test_waiting_is_measured_per_rank_and_micro_step_and_changes_no_number(tmp_path):
+    def fit(strategy, every, folder):
+        callback = ThroughputMonitor(waiting_every_n_steps=every)
+        trainer = make_trainer(2, strategy, max_epochs=1, callbacks=[callback], logger=[RecordingLogger(), CSVLogger(folder, "", "")])
+        data = HandMadeDataModule(make_samples(SHAPES), [Step(BatchingOptions(max_tokens_per_rank=32))] * 3)
+        trainer.fit(SlowRank(lambda: tiny_llama(), [length_reward]), datamodule=data)
+        return [row for row in trainer.loggers[0].rows if "time/update" in row]
+
+    def fn(rank, world_size):
+        return [fit("rlbatch_fsdp", 2, tmp_path / "fsdp"), fit("rlbatch_fsdp", None, tmp_path / "none"), fit("ddp", 1, tmp_path / "ddp")]
+
+    fsdp, plain, ddp = run_distributed(fn, 2, init_process_group=False)[0]
+    plan = plan_mini_batch([p + r for p, r in SHAPES], dp_size=2, max_tokens_per_rank=32)
+    slept = SLEEP * plan.num_micro_steps
+    assert plan.num_micro_steps > 1
+    assert [row["train/loss"] for row in fsdp] == [row["train/loss"] for row in plain]
+    assert [math.isfinite(row.get("time/waiting", math.nan)) for row in fsdp] == [False, True, False]
+    assert [math.isfinite(row.get("time/waiting", math.nan)) for row in ddp] == [False, True, True]  # the first step warms up
+    assert not any("time/waiting" in row for row in plain)
+    assert not (tmp_path / "none" / "waiting.csv").exists()
+    for row in (fsdp[1], *ddp[1:]):
+        assert row["time/waiting_most"] > 0.8 * slept
+        assert row["time/waiting_least"] < row["time/waiting_most"]
+        assert row["time/waiting"] == pytest.approx((row["time/waiting_most"] + row["time/waiting_least"]) / 2)
+    with (tmp_path / "fsdp" / "waiting.csv").open() as stream:
+        cells = [row for row in csv.DictReader(stream) if row["step"] == "1"]
+    places = [(int(row["rank"]), int(row["micro_step"])) for row in cells]
+    assert places == [(rank, step) for rank in range(2) for step in range(plan.num_micro_steps)]
+    quick, slow = ([float(row["seconds"]) for row in cells if row["rank"] == rank] for rank in "01")
+    assert all(waited > 0.8 * SLEEP and waited > other for waited, other in zip(quick, slow))
+
+
+def test_measuring_every_zeroth_step_is_refused():
+    with pytest.raises(ValueError, match="waiting_every_n_steps to be at least 1 but got 0"):
+        ThroughputMonitor(waiting_every_n_steps=0)
 
 
 def test_a_window_of_one_step_is_refused():
