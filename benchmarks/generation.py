@@ -3,19 +3,22 @@
 Run ``python -m benchmarks.generation``, or see ``--help``. The policy is a Llama whose next token is laid down by a table (the
 transformer computes as always, its output has no say), so that both methods produce the same responses, of the lengths of optimal
 solutions: 2**n - 1 moves and an end token for n = 2 to 6 disks, equally often. ``generate`` gets all rollouts as one batch, with
-every trick that its arguments offer. Time is CPU time of one thread on a CPU, elapsed time on a GPU; methods take turns.
+every trick that its arguments offer; the engine's other methods (``generate`` with a seed per rollout, continuous batching) are
+measured too. Time is CPU time of one thread on a CPU, elapsed time on a GPU; methods take turns.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_rlbatch.rollout import RolloutRequest, SamplingParams, TransformersEngine, rollout_seed
+from lightning_rlbatch.rollout.transformers_engine import DecodingMethod
 
 LENGTHS = tuple(2**disks for disks in range(2, 7))  # moves and the end token
 PAD, EOS, FIRST = 0, 1, 2
@@ -28,7 +31,8 @@ def scripted(config: LlamaConfig) -> LlamaForCausalLM:
     following = _following_tokens()
 
     def decide(module: Any, arguments: Any, options: dict[str, Any], output: Any) -> Any:
-        last = options["input_ids"][:, -output.logits.shape[1] :]
+        kept = options.get("logits_to_keep")  # positions, where sequences are packed
+        last = options["input_ids"][:, kept if isinstance(kept, torch.Tensor) else slice(-output.logits.shape[1], None)]
         output.logits = (output.logits * 0.01).scatter(-1, following.to(last.device)[last].unsqueeze(-1), 1e4)
         return output
 
@@ -78,8 +82,8 @@ def plain_generate(model: LlamaForCausalLM, prompts: list[list[int]], max_new_to
     return (tokens != PAD).sum(1).tolist()
 
 
-def embedded(engine: TransformersEngine, prompts: list[list[int]], max_new_tokens: int) -> list[int]:
-    """Return the lengths of the answers that the embedded engine samples."""
+def by_engine(engine: TransformersEngine, prompts: list[list[int]], max_new_tokens: int) -> list[int]:
+    """Return the lengths of the answers that an engine samples."""
     requests = [RolloutRequest(ids, rollout_seed(0, 0, index, 0)) for index, ids in enumerate(prompts)]
     completions = engine.generate(requests, SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=(EOS,)))
     return [len(completion.token_ids) for completion in completions]
@@ -122,14 +126,16 @@ def main() -> None:
         eos_token_id=EOS,
     )
     model = scripted(config).to(options.device)
-    engine = TransformersEngine(model, pad_token_id=PAD)
+    engines = {name: TransformersEngine(model, pad_token_id=PAD, method=name) for name in get_args(DecodingMethod)}
     classes = [index % len(LENGTHS) for index in range(options.prompts) for _ in range(options.rollouts)]
     prompts, expected = [prompt_of(length_class) for length_class in classes], [LENGTHS[length_class] for length_class in classes]
     methods: dict[str, Callable[[], list[int]]] = {
         "generate": lambda: plain_generate(model, prompts, options.max_response_length, with_log_probs=False),
         "generate + log-probs": lambda: plain_generate(model, prompts, options.max_response_length, with_log_probs=True),
-        "embedded": lambda: embedded(engine, prompts, options.max_response_length),
     }
+    for name, engine in engines.items():
+        label = "seeded generate" if name == "generate" else name
+        methods[label] = partial(by_engine, engine, prompts, options.max_response_length)
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(options.repeats + 1):
         for name, run in methods.items():

@@ -1,6 +1,5 @@
 """Decode many sequences together with a transformers model, letting finished ones leave and waiting ones enter."""
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
@@ -10,8 +9,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from lightning_rlbatch.rollout.engine import Completion, FinishReason, ProgressCallback, RolloutRequest, SamplingParams
-from lightning_rlbatch.rollout.sampling import sample_tokens, step_uniforms
+from lightning_rlbatch.rollout.draws import Draws
+from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutRequest, SamplingParams
 
 _COMPACT_BELOW = 0.9  # finished rows leave when at most this share of the rows still runs; leaving costs about one more step
 _ADMIT_SHARE = 8  # waiting requests enter when this fraction (1/8) of the rows is free; entering costs a prefill and a copy of the cache
@@ -119,16 +118,10 @@ class Decoder:
         # equal prompts next to each other, longest first: little padding, and the largest need of memory comes first
         order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), requests[index].prompt_ids))
         self._waiting = deque(order)
-        # the last column takes what finished rows go on to produce
-        shape = (len(requests), sampling.max_new_tokens + 1)
-        self._tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        self._log_probs = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        self._uniforms = torch.from_numpy(step_uniforms([request.seed for request in requests], shape[1])).to(self._device)
+        self._draws = Draws(requests, sampling, self._device)
         self._lengths = [0] * len(requests)
-        self._limits = [request.limit(sampling) for request in requests]
         # where rows stay that are computed along behind their limit: a table of positions has no entry further on
         self._last_position = (getattr(model.config, "max_position_embeddings", None) or 2**31) - 1
-        self._reasons: list[FinishReason] = ["length"] * len(requests)
 
     @torch.inference_mode()
     def run(self, on_progress: ProgressCallback | None = None) -> list[Completion]:
@@ -148,7 +141,7 @@ class Decoder:
                 on_progress(num_running - len(rows.running), num_running)
             rows = self._advance(rows, tokens)
             rows = self._admit(rows)
-        return self._completions()
+        return self._draws.completions()
 
     def _new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._model.config)
@@ -163,19 +156,13 @@ class Decoder:
 
     def _sample(self, rows: _Rows) -> torch.Tensor:
         """Draw the next token ``[B]`` of every row, store it, and mark the rows that are finished by it."""
-        params = self._sampling
-        uniforms = self._uniforms[rows.owner, rows.step] if params.temperature else None
-        tokens, log_probs = sample_tokens(rows.logits, uniforms, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-        self._tokens[rows.owner, rows.step] = tokens
-        self._log_probs[rows.owner, rows.step] = log_probs
-        rows.step = (rows.step + 1).clamp(max=params.max_new_tokens)
+        tokens = self._draws.draw(rows.owner, rows.step, rows.logits)
+        rows.step = (rows.step + 1).clamp(max=self._sampling.max_new_tokens)
         for row, token in enumerate(tokens.tolist()):
             if row in rows.running:
                 owner = rows.owners[row]
                 self._lengths[owner] += 1
-                stopped = token in params.stop_token_ids
-                if stopped or self._lengths[owner] == self._limits[owner]:
-                    self._reasons[owner] = "stop" if stopped else "length"
+                if token in self._sampling.stop_token_ids or self._lengths[owner] == self._draws.limits[owner]:
                     rows.running.discard(row)
         return tokens
 
@@ -219,14 +206,3 @@ class Decoder:
             cache.batch_select_indices(index)
             logits, lengths, mask = logits[index], lengths[index], None if mask is None else mask[index]
         return _Rows(cache, owners, lengths, mask, logits)
-
-    def _completions(self) -> list[Completion]:
-        completions = []
-        for tokens, log_probs, length, reason in zip(self._tokens.tolist(), self._log_probs.tolist(), self._lengths, self._reasons):
-            if any(map(math.isnan, log_probs[:length])):
-                raise RuntimeError(
-                    "The model returned NaN while generating, so its weights are not finite. Check the updates before this iteration "
-                    "(gradient norm, learning rate)."
-                )
-            completions.append(Completion(tokens[:length], log_probs[:length], reason))
-        return completions

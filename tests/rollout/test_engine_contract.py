@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,18 +12,18 @@ from rollout_toys import STOP, mixed_requests, reference_log_probs, toy_llama
 
 from lightning_rlbatch.rollout.engine import RolloutEngine, RolloutRequest, SamplingParams
 from lightning_rlbatch.rollout.replay_engine import RecordingEngine, ReplayEngine
-from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
+from lightning_rlbatch.rollout.transformers_engine import DecodingMethod, TransformersEngine
 from lightning_rlbatch.rollout.vllm_engine import VLLMEngine
 
 SAMPLING = SamplingParams(max_new_tokens=16, stop_token_ids=(STOP, 9))
 
 
-@pytest.fixture(params=["transformers", "vllm stand-in", "recording", "replay"])
+@pytest.fixture(params=["embedded", "generate", "continuous_batching", "vllm stand-in", "recording", "replay"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutEngine:
     """An engine whose policy is ``toy_llama(0)``."""
+    if request.param in get_args(DecodingMethod):
+        return TransformersEngine(toy_llama(0), pad_token_id=0, method=request.param)
     embedded = TransformersEngine(toy_llama(0), pad_token_id=0)
-    if request.param == "transformers":
-        return embedded
     if request.param == "vllm stand-in":
         monkeypatch.setitem(sys.modules, "vllm", vllm_stand_in.module())
         return VLLMEngine.from_pretrained("folder/of/the/policy")

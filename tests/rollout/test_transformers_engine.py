@@ -7,7 +7,7 @@ import torch
 from rollout_toys import STOP, VOCAB_SIZE, mixed_requests, reference_log_probs, toy_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
 
 from lightning_rlbatch.rollout.engine import RolloutRequest, SamplingParams, rollout_seed
 from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
@@ -51,6 +51,41 @@ def test_a_request_gives_the_same_completion_in_any_batch_order_and_share() -> N
     for world_size in (2, 4):
         shares = [engine.generate(requests[rank::world_size], SAMPLING) for rank in range(world_size)]
         assert [shares[i % world_size][i // world_size].token_ids for i in range(len(requests))] == expected
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, SamplingParams(max_new_tokens=9, temperature=0.7, top_k=20, top_p=0.9)])
+def test_every_method_gives_the_same_completions_whatever_the_models_own_generation_settings(sampling: SamplingParams) -> None:
+    model = toy_llama()
+    model.generation_config.update(repetition_penalty=3.0, temperature=0.1, top_k=1, do_sample=True, eos_token_id=12)
+    before = model.generation_config.to_dict()
+    requests = [RolloutRequest(r.prompt_ids, r.seed, None if index % 3 else 1 + index) for index, r in enumerate(mixed_requests())]
+    expected = TransformersEngine(model, pad_token_id=0).generate(requests, sampling)
+    for method in ("generate", "continuous_batching"):
+        for max_batch_size in (None, 4):
+            completions = TransformersEngine(model, pad_token_id=0, max_batch_size=max_batch_size, method=method).generate(
+                requests, sampling
+            )
+            for completion, reference in zip(completions, expected):
+                assert (completion.token_ids, completion.finish_reason) == (reference.token_ids, reference.finish_reason), method
+                torch.testing.assert_close(torch.tensor(completion.log_probs), torch.tensor(reference.log_probs), rtol=1e-4, atol=1e-5)
+    assert model.generation_config.to_dict() == before
+
+
+def test_models_without_a_key_value_cache_are_sampled_by_their_own_generate() -> None:
+    config = MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.3, pad_token_id=0)
+    torch.manual_seed(0)
+    model = MambaForCausalLM(config).eval()
+    engine = TransformersEngine(model, pad_token_id=0, attn_implementation=None, method="generate")
+    for request, completion in zip(mixed_requests(4, 2), engine.generate(mixed_requests(4, 2), SAMPLING)):
+        expected = reference_log_probs(model, request.prompt_ids, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_error_while_batches_are_scheduled_is_raised_here() -> None:
+    engine = TransformersEngine(toy_llama(), pad_token_id=0, method="continuous_batching")
+    engine.model.lm_head.register_forward_hook(lambda module, args, output: 1 / 0)
+    with pytest.raises(RuntimeError, match=r"continuous batching failed at request .*division by zero"):
+        engine.generate(mixed_requests(1, 2), SAMPLING)
 
 
 def test_seeds_of_a_group_give_different_completions() -> None:
@@ -173,6 +208,8 @@ def test_constructor_refuses_values_out_of_range() -> None:
         TransformersEngine(toy_llama(), pad_token_id=VOCAB_SIZE)
     with pytest.raises(ValueError, match="max_batch_size must be at least 1"):
         TransformersEngine(toy_llama(), pad_token_id=0, max_batch_size=0)
+    with pytest.raises(ValueError, match="method must be one of 'embedded', 'generate', 'continuous_batching' but is 'vllm'"):
+        TransformersEngine(toy_llama(), pad_token_id=0, method="vllm")  # type: ignore[arg-type]  # as a configuration could
 
 
 @pytest.mark.parametrize("tied", [False, True])
