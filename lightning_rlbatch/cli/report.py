@@ -14,7 +14,8 @@ from lightning_rlbatch.cli.charts import number
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.report_page import PAGE
-from lightning_rlbatch.cli.report_plots import charts
+from lightning_rlbatch.cli.report_plots import charts, held_out
+from lightning_rlbatch.cli.report_waiting import waiting_table
 from lightning_rlbatch.cli.run_config import load_pure
 from lightning_rlbatch.cli.run_metrics import RunMetrics
 
@@ -55,7 +56,13 @@ def report_html(run: RunMetrics, title: str) -> str:
         title: Of the page.
     """
     cards = "\n".join(chart.to_html() for chart in charts(run, _max_grad_norm(run.path.parent)))
-    parts = {"title": html.escape(title), "tiles": _tiles(run), "doctor": _doctor(run), "cards": cards, "plan": _plan(run.path.parent)}
+    parts = {
+        "title": html.escape(title),
+        "tiles": _tiles(run),
+        "doctor": _doctor(run),
+        "cards": cards,
+        "plan": waiting_table(run.path.parent) + _plan(run.path.parent),
+    }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], PAGE)
 
 
@@ -76,7 +83,7 @@ def _tiles(run: RunMetrics) -> str:
     found.append(("iterations", len(epochs)))
     last = [
         ("reward", "reward/mean"),
-        *((f"held-out {name.rpartition('/')[2]}", name) for name in run.names if name.startswith("val/reward/")),
+        *held_out(run),
         ("entropy", "train/entropy"),
         ("response tokens", "length/mean"),
         ("efficiency of plans", "balance/plan/efficiency"),

@@ -43,6 +43,9 @@ polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .pale { opac
 .tip { position: absolute; pointer-events: none; background: var(--ink); color: var(--card); font-size: 11.5px; padding: 5px 8px;
   border-radius: 5px; white-space: pre; z-index: 2; display: none; }
 figure { margin: 18px 0 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px; }
+.scroll { overflow-x: auto; } .waiting table { border-collapse: collapse; font-size: 12px; font-variant-numeric: tabular-nums; }
+.waiting th { color: var(--soft); font-weight: 500; padding: 3px 8px; text-align: right; white-space: nowrap; }
+.waiting td { padding: 3px 8px; text-align: right; border: 1px solid var(--grid); min-width: 44px; } .waiting .sum { font-weight: 600; }
 figcaption { font-weight: 600; font-size: 13.5px; margin-bottom: 8px; } figure img { max-width: 100%; border-radius: 4px; }
 </style>
 </head>

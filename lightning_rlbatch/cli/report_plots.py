@@ -25,10 +25,7 @@ def _learning(run: RunMetrics) -> list[Chart]:
             "Reward and held-out score",
             [
                 Series("reward (training)", run.first_of_iterations("reward/mean"), 0, smooth=True),
-                *(
-                    Series(f"held-out {name.rpartition('/')[2]}", run.points(name), 1 + index, dots=True)
-                    for index, name in enumerate(_starting(run, "val/reward/"))
-                ),
+                *(Series(label, run.points(name), 1 + index, dots=True) for index, (label, name) in enumerate(held_out(run))),
             ],
             missing="Rewards are logged by PPOModule; set val_prompts for a held-out score.",
         ),
@@ -54,6 +51,19 @@ def _learning(run: RunMetrics) -> list[Chart]:
             _by_ppo(),
         ),
     ]
+
+
+def held_out(run: RunMetrics) -> list[tuple[str, str]]:
+    """Return (label, column) of the held-out rewards: the mean, and the functions whose rewards are not the mean itself.
+
+    Args:
+        run: What was logged.
+    """
+    mean = "val/reward/mean"
+    names = _starting(run, "val/reward/")
+    parts = [name for name in names if name != mean and run.points(name) != run.points(mean)]
+    whole = [("held-out", mean)] if mean in names else []
+    return whole + [(f"held-out {name.rpartition('/')[2]}", name) for name in parts]
 
 
 def _updates(run: RunMetrics, max_grad_norm: float | None) -> list[Chart]:
@@ -118,7 +128,6 @@ def _batches(run: RunMetrics) -> list[Chart]:
     mean = dict(run.points("balance/global_workload/mean"))
     by_plan = "Plans are logged by this package's data modules."
     efficiency = run.points("balance/plan/efficiency")
-    measured = run.points("time/waiting_estimate")
     return [
         Chart(
             "Heaviest and lightest rank, before and after",
@@ -150,16 +159,7 @@ def _batches(run: RunMetrics) -> list[Chart]:
             "share of what padding to the longest sample would compute",
             by_plan,
         ),
-        Chart(
-            "Waiting at barriers",
-            [
-                Series("estimate", measured, 0, smooth=True)
-                if measured
-                else Series("share of the update", [(x, 1 - y) for x, y in efficiency], 0, smooth=True)
-            ],
-            "seconds per update and rank" if measured else "share of the update, by workloads",
-            by_plan,
-        ),
+        _waiting(run),
         Chart(
             "Ratio of the first update",
             [Series("mean ratio", run.first_of_iterations("train/ratio"), 0)],
@@ -169,6 +169,26 @@ def _batches(run: RunMetrics) -> list[Chart]:
             note="1 in exact arithmetic: anything else is a mismatch of log-probs",
         ),
     ]
+
+
+def _waiting(run: RunMetrics) -> Chart:
+    """Return seconds of an update that ranks wait: measured where ThroughputMonitor did, else estimated, else as a share by the plan."""
+    title, estimate = "Waiting at barriers", Series("average rank, estimated", run.points("time/waiting_estimate"), 4, smooth=True)
+    measured = [
+        Series(label, run.points(name), colour, dots=True)
+        for label, name, colour in (
+            ("average rank", "time/waiting", 0),
+            ("rank that waits most", "time/waiting_most", 1),
+            ("least", "time/waiting_least", 2),
+        )
+    ]
+    if measured[0].points:
+        return Chart(title, [*measured, estimate], "seconds per update", note="measured every n-th step; the estimate is the plan's")
+    if estimate.points:
+        return Chart(title, [estimate], "seconds per update", note="by the plan's workloads: one rank, or no step was measured")
+    share = [(x, 1 - y) for x, y in run.points("balance/plan/efficiency")]
+    missing = "Plans are logged by this package's data modules."
+    return Chart(title, [Series("share of the update", share, 0, smooth=True)], "share of the update, by workloads", missing)
 
 
 def _by_ppo() -> str:

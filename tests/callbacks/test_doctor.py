@@ -50,21 +50,27 @@ def healthy(**changes):
     }
 
 
-def test_the_sound_run_has_no_diagnosis_in_sixty_iterations():
-    assert first_seen(RUNS["sound run"]) == {}
+# Thresholds were chosen on the runs without a seed in their names and on collapse and sound runs of seeds 11 and 12; seeds 13 and 14 were
+# run afterwards.
+@pytest.mark.parametrize("run", [name for name in RUNS if name.startswith(("sound", "partial credit without"))])
+def test_a_sound_run_has_no_diagnosis(run):
+    assert first_seen(RUNS[run]) == {}
 
 
 @pytest.mark.parametrize(
-    ("run", "rule", "latest"),
+    ("kind", "rule", "latest"),
     [
-        ("entropy collapse", "entropy_collapse", 6),
+        ("entropy collapse", "entropy_collapse", 9),
         ("reward hacking", "reward_hacking_by_length", 12),
         ("high learning rate, few rollouts", "zero_variance_groups", 36),
-        ("high learning rate, few rollouts", "starving_prompts", 54),
+        ("high learning rate, few rollouts", "starving_prompts", 55),
     ],
 )
-def test_a_run_that_went_wrong_is_diagnosed_while_it_goes_wrong(run, rule, latest):
-    assert first_seen(RUNS[run]).get(rule, math.inf) <= latest
+def test_every_run_that_went_wrong_is_diagnosed_while_it_goes_wrong(kind, rule, latest):
+    runs = [name for name in RUNS if name.startswith(kind)]
+    assert len(runs) >= 3
+    for name in runs:
+        assert first_seen(RUNS[name]).get(rule, math.inf) <= latest, name
 
 
 @pytest.mark.parametrize(
@@ -72,6 +78,7 @@ def test_a_run_that_went_wrong_is_diagnosed_while_it_goes_wrong(run, rule, lates
     [
         ("first_ratio", {"first_ratio": 1.02}, "1.02000, not 1"),
         ("entropy_collapse", {"train/entropy": 0.004}, "0.0040 nats"),
+        ("entropy_collapse", {"train/entropy": 0.1, "train/approx_kl": 0.02}, "the KL of an update is 20% of what is left"),
         ("reward_hacking_by_length", {"length/mean": 6.0}, "from 20 to 6 tokens"),
         ("kl_blow_up", {"train/approx_kl": 0.4}, "KL of an update is 0.400"),
         ("kl_blow_up", {"kl/reference": 3.0}, "reference model is 3.00"),
