@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich import box
 from rich.console import Console
@@ -17,6 +17,12 @@ from lightning_rlbatch.cli.run_config import RunConfig, run_config
 
 if TYPE_CHECKING:
     from lightning_rlbatch.testing.parity import ParityReport
+
+ADVICE = {
+    "padded": "Does the model use its attention mask, and its position_ids?",
+    "packed": "Set remove_padding: false to train it padded.",
+    "ranks": "Set sequence_parallel_size: 1, or remove_padding: false if `packed` differs too.",
+}
 
 
 @until_closed
@@ -54,17 +60,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlbatch verify",
         description="Compare log-probs, entropies and gradients of the configured policy: each sample alone, padded, packed, and shared by"
-        " sequence-parallel ranks, on the CPU. Overrides are written as for fit.",
+        " sequence-parallel ranks, on the CPU. Overrides are written as for fit. In float64, where rounding cannot be mistaken for a"
+        " fault.",
     )
     parser.add_argument("-c", "--config", action="append", default=[], help="configuration file; several are merged")
-    parser.add_argument("--sp", type=int, help="sequence-parallel size (default: the configuration's)")
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
+    parser.add_argument("--sp", type=_ranks, help="sequence-parallel size (default: the configuration's)")
+    parser.add_argument("--dp", type=_ranks, default=1, help="data-parallel ranks (default 1)")
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="float32 halves the memory (default float64)")
     parser.add_argument("--lengths", default="13,1,6,2,9", help="tokens of the random samples (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random tokens")
-    parser.add_argument("--tolerance", type=float, help="largest relative error (default: 1e-5 in fp32)")
+    parser.add_argument("--tolerance", type=float, help="largest relative error (default 1e-5; in float32 times the number of layers)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the ranks may take")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of ranks is at least 1, not {text}")
+    return int(text)
 
 
 def verify(run: RunConfig, options: argparse.Namespace) -> "ParityReport":
@@ -79,23 +93,28 @@ def verify(run: RunConfig, options: argparse.Namespace) -> "ParityReport":
     """
     import torch
 
+    from lightning_rlbatch.callbacks.parity_check import default_tolerance
     from lightning_rlbatch.testing.parity import compare_layouts, random_batch
 
     if not all(part.strip().isdigit() for part in options.lengths.split(",")):
         raise ValueError(f"--lengths must be whole numbers with commas between them but is {options.lengths!r}.")
     torch.set_num_threads(1)  # before the first computation: forked ranks of a multi-threaded parent hang in OpenMP
     model = build_policy(run.model.get("policy"))
+    if options.dtype == "float64":
+        cast(Any, model).double()
     temperature = run.model.get("temperature", 1.0)
     batch = random_batch(model.config.get_text_config().vocab_size, [int(part) for part in options.lengths.split(",")], options.seed)
-    print(f"Verifying {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters ...", file=sys.stderr)
+    number = sum(parameter.numel() for parameter in model.parameters())
+    print(f"Verifying {type(model).__name__}, {number:,} parameters in {options.dtype} ...", file=sys.stderr)
     return compare_layouts(
         model,
         batch,
         options.sp or run.sp_size,
         dp_size=options.dp,
         temperature=float(temperature),
-        tolerance=options.tolerance,
+        tolerance=default_tolerance(model) if options.tolerance is None else options.tolerance,
         timeout=options.timeout,
+        remove_padding=run.model.get("remove_padding") is not False,
     )
 
 
@@ -114,27 +133,33 @@ def report_json(report: "ParityReport") -> dict[str, Any]:
 
 
 def show(report: "ParityReport", console: Console) -> None:
-    """Print a report.
+    """Print a report: the table, then what it means.
 
     Args:
         report: Of the comparison.
         console: Where.
     """
-    table = Table(
-        title=f"Largest relative error against each sample alone (tolerance {report.tolerance:g})",
-        title_justify="left",
-        box=box.SIMPLE,
-        pad_edge=False,
-    )
+    table = Table(title="Largest relative difference from each sample run alone", title_justify="left", box=box.SIMPLE, pad_edge=False)
     table.add_column("layout", no_wrap=True)
     for name in ("log-probs", "entropy", "gradient", "grad norm", "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("worst parameter", overflow="fold")
     for row in report.rows:
         good = row.worst <= report.tolerance
         verdict = Text("same" if good else "DIFFERS", style="green" if good else "bold red")
         numbers = [f"{value:.1e}" for value in (row.log_probs, row.entropy, row.gradient, row.norm)]
-        table.add_row(row.layout, *numbers, verdict, row.parameter)
+        table.add_row(row.layout, *numbers, verdict)
     console.print(table)
-    if not report.passed:
-        console.print(Text("Not every layout computes the same: do not train this model in a layout that differs.", style="bold red"))
+    wrong = [row for row in report.rows if not row.worst <= report.tolerance]
+    if not wrong:
+        worst = max(row.worst for row in report.rows)
+        text = (
+            f"This model may be trained in any of these layouts: they give the same log-probs, entropies and gradients (largest relative"
+            f" difference {worst:.0e}, which is rounding; up to {report.tolerance:.0e} passes)."
+        )
+        console.print(Text(text, style="green"))
+    for row in wrong:
+        text = (
+            f"{row.layout}: differs by up to {row.worst:.1e}, most in the gradient of {row.parameter}. Do not train this model in this"
+            f" layout: its gradients would be wrong. {ADVICE.get(row.layout, ADVICE['ranks'])}"
+        )
+        console.print(Text(text, style="bold red"))

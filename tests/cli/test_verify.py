@@ -11,7 +11,10 @@ from lightning_rlbatch.cli import main
 @pytest.fixture
 def policy_file(tmp_path, monkeypatch):
     """Offer a policy by import path, as a configuration names it."""
-    (tmp_path / "toy_policies.py").write_text("import helpers\n\ndef build(seed=0):\n    return helpers.tiny_llama(seed)\n")
+    (tmp_path / "toy_policies.py").write_text(
+        "import helpers\nfrom transformers import LlamaForCausalLM\n\ndef build(seed=0):\n    return helpers.tiny_llama(seed)\n\n"
+        "def deep():\n    config = helpers.tiny_llama().config\n    config.num_hidden_layers = 24\n    return LlamaForCausalLM(config)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "toy_policies.build"
     sys.modules.pop("toy_policies", None)
@@ -31,17 +34,38 @@ def test_a_sound_policy_passes_in_every_layout_of_the_configuration(tmp_path, po
     answer = json.loads(capsys.readouterr().out)
     assert [row["layout"] for row in answer["layouts"]] == ["padded", "packed", "dp=1, sp=2"]
     assert answer["passed"]
-    assert max(row["worst"] for row in answer["layouts"]) < 1e-5
+    assert max(row["worst"] for row in answer["layouts"]) < 1e-10  # in float64 nothing but the last digits differs
 
 
-def test_a_policy_with_arguments_is_built_from_its_class_path(tmp_path, policy_file, capsys):
+def test_a_deep_model_passes_in_float32_by_default_and_its_faults_do_not(tmp_path, policy_file, capsys, monkeypatch):
+    policy = {"class_path": "toy_policies.deep"}
+    assert run(tmp_path, policy, "--json", "--dtype", "float32") == 0
+    assert json.loads(capsys.readouterr().out)["tolerance"] == 1e-5 * 24
+    plant_a_fault(monkeypatch)
+    assert run(tmp_path, policy, "--json", "--dtype", "float32") == 1
+
+
+def test_padding_alone_is_compared_where_the_configuration_pads(tmp_path, policy_file, capsys):
+    assert run(tmp_path, policy_file, "--json", "--model.remove_padding=false") == 0
+    assert [row["layout"] for row in json.loads(capsys.readouterr().out)["layouts"]] == ["padded"]
+
+
+@pytest.mark.parametrize("option", ["--sp", "--dp"])
+def test_no_ranks_at_all_are_refused(tmp_path, policy_file, option, capsys):
+    assert run(tmp_path, policy_file, option, "0") == 2
+    assert "at least 1, not 0" in capsys.readouterr().err
+
+
+def test_a_policy_with_arguments_is_built_from_its_class_path_and_the_table_fits_eighty_columns(tmp_path, policy_file, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert run(tmp_path, {"class_path": policy_file, "init_args": {"seed": 3}}, "--lengths", "5,4") == 0
     out = capsys.readouterr().out
     assert "padded" in out
-    assert "same" in out
+    assert "may be trained in any of these layouts" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_difference_beyond_the_tolerance_exits_with_1_and_names_the_layout(tmp_path, policy_file, capsys, monkeypatch):
+def plant_a_fault(monkeypatch):
     original = scorer.packed_model_kwargs
 
     def positions_run_on(*args, **kwargs):
@@ -50,6 +74,15 @@ def test_a_difference_beyond_the_tolerance_exits_with_1_and_names_the_layout(tmp
         return found
 
     monkeypatch.setattr(scorer, "packed_model_kwargs", positions_run_on)
+
+
+def test_a_difference_beyond_the_tolerance_exits_with_1_and_names_layout_parameter_and_way_out(tmp_path, policy_file, capsys, monkeypatch):
+    plant_a_fault(monkeypatch)
+    assert run(tmp_path, policy_file) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "packed: differs by up to" in out
+    assert "in the gradient of model." in out
+    assert "Set remove_padding: false" in out
     assert run(tmp_path, policy_file, "--json") == 1
     rows = {row["layout"]: row["worst"] for row in json.loads(capsys.readouterr().out)["layouts"]}
     assert rows["padded"] < 1e-5 < rows["packed"]
