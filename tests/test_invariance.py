@@ -57,6 +57,8 @@ PPO_CASES = {
     # Every candidate is chosen: which of more candidates are left out is drawn anew at every step.
     "clip-cov": BASE | {"policy_loss": ClipCov(fraction=1.0, lower=0.3), "loss_aggregation": "token-mean"},
     "kl-cov": BASE | {"policy_loss": KLCov(fraction=0.3), "loss_aggregation": "seq-mean-token-mean"},
+    "full kl": BASE | {"kl_kind": "full", "policy_loss": Reinforce(), "loss_aggregation": "token-mean", "entropy_coefficient": 0.0},
+    "full kl, straight through": BASE | {"kl_kind": "full+", "policy_loss": Reinforce(), "loss_aggregation": "seq-mean-token-mean"},
 }
 SFT_CASES = {name: {"loss_aggregation": name} for name in ("token-mean", "seq-mean-token-mean")}
 
@@ -133,7 +135,7 @@ KINDS = {"ppo": PPO_CASES, "sft": SFT_CASES, "shared trunk": {"ppo": PPO_CASES["
 FEW_CUTS = ("small budget", "1 sample", "not balanced", "critic of its own budget")
 EVERY_CUT = (Layout(1, "auto"), Layout(1, "auto", remove_padding=False), Layout(2), Layout(4))  # the others are slow on two cores
 EVERY_CASE = (Layout(1, "auto"), Layout(1, "auto", remove_padding=False), Layout(2))
-FEW_CASES = ("ppo", "gspo", "kl-cov", *SFT_CASES)
+FEW_CASES = ("ppo", "gspo", "kl-cov", "full kl", "full kl, straight through", *SFT_CASES)
 
 
 def plan_of_steps(layout, kind, samples):
@@ -154,15 +156,25 @@ def plan_of_steps(layout, kind, samples):
     return steps
 
 
+class OtherReference(PPOModule):
+    """Its reference is not the policy at the start of the run, so that their divergence is not 0."""
+
+    def build_models(self):
+        super().build_models()
+        reference = tiny_llama(5, dtype=torch.float64).requires_grad_(False)
+        self._frozen["reference"] = self._scorer(reference).eval()
+
+
 def make_module(kind, layout):
     if kind == "sft":
         return SFTModule(lambda: tiny_llama(dtype=torch.float64), remove_padding=layout.remove_padding, optimizer=frozen_sgd)
-    return PPOModule(
+    return OtherReference(
         lambda: tiny_llama(dtype=torch.float64),
         [length_reward],
         critic="shared" if kind == "shared trunk" else lambda: tiny_llama(1, dtype=torch.float64),
         advantage=GAE(),
         kl_coefficient=0.1,
+        kl_kind="full",  # so that the models can; a step may have another kind
         remove_padding=layout.remove_padding,
         optimizer=frozen_sgd,
     )
@@ -210,7 +222,7 @@ def results():
 def test_gradient_and_metrics_are_those_of_one_process_for_every_cut(layout, kind, results):
     reference = results(REFERENCE, kind)
     for name, (gradients, metrics) in results(layout, kind).items():
-        expected_gradients, expected_metrics = reference[f"{name.split(', ')[0]}, 7 samples"]
+        expected_gradients, expected_metrics = reference[f"{name.rsplit(', ', 1)[0]}, 7 samples"]
         assert relative_difference(gradients, expected_gradients) < TOLERANCE, name
         assert relative_difference(metrics, expected_metrics) < TOLERANCE, name
 
@@ -278,3 +290,22 @@ def test_ppo_loss_and_gradient_equal_the_formula_of_each_sample_alone(results):
     assert relative_difference(policy, {f"policy.model.{name}": value for name, value in own.items()}) < TOLERANCE
     norm = torch.cat([value.flatten() for value in own.values()]).norm().item()
     assert metrics["train/grad_norm/policy"] == pytest.approx(norm, rel=TOLERANCE)
+
+
+def test_full_divergence_and_its_gradient_equal_the_sum_over_the_vocabulary_of_each_sample_alone(results):
+    samples, model = fixture_samples(), tiny_llama(dtype=torch.float64)
+    other = tiny_llama(5, dtype=torch.float64).requires_grad_(False)
+    total, divergences = 0.0, []
+    columns = [samples.split_per_sample(name) for name in ("input_ids", "response_mask", "advantages")]
+    for logs, ref, row, mask, advantages in zip(plain_distributions(model, samples), plain_distributions(other, samples), *columns):
+        chosen = mask[1:]
+        divergence = (logs.exp() * (logs - ref)).sum(-1)[chosen]
+        log_probs = logs.gather(1, row[1:, None]).squeeze(1)[chosen]
+        total = total + (0.1 * divergence - advantages[1:][chosen] * log_probs).sum()
+        divergences.append(divergence.detach())
+    gradients, metrics = results(REFERENCE, "ppo")["full kl, 7 samples"]
+    assert torch.cat(divergences).mean() > 0.1
+    assert metrics["kl/reference"] == pytest.approx(torch.cat(divergences).mean().item(), rel=TOLERANCE)
+    own = dict(zip(dict(model.named_parameters()), torch.autograd.grad(total / 52, list(model.parameters()))))
+    policy = {name: value for name, value in gradients.items() if name.startswith("policy.")}
+    assert relative_difference(policy, {f"policy.model.{name}": value for name, value in own.items()}) < TOLERANCE

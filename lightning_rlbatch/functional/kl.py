@@ -12,19 +12,29 @@ from torch import Tensor
 from lightning_rlbatch.functional.losses import MAX_LOG_RATIO
 from lightning_rlbatch.functional.segments import sanitize
 
-KLKind = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
+KLKind = Literal["k1", "k2", "k3", "abs", "full", "k1+", "k2+", "k3+", "abs+", "full+"]
 KL_KINDS: tuple[str, ...] = get_args(KLKind)
 MAX_K3 = 10.0
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, kind: str = "k3") -> Tensor:
+def needs_logits(kind: str) -> bool:
+    """Return whether a kind of penalty sums over the vocabulary, for which log-probabilities of the sampled tokens are not enough.
+
+    Example:
+        >>> needs_logits("full+"), needs_logits("k3")
+        (True, False)
+    """
+    return kind.rstrip("+") == "full"
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, kind: str = "k3", *, full: Tensor | None = None) -> Tensor:
     """Estimate KL(policy || reference) of each sampled token from its two log-probabilities.
 
     With d = log_probs - ref_log_probs: ``k1`` = d, ``k2`` = d**2 / 2, ``k3`` = exp(-d) - 1 + d, ``abs`` = abs(d). A trailing ``+``
     keeps the value and takes the gradient of ``k2``, which on policy is the gradient of the true divergence. (On policy the gradient of
     ``k1`` averages to 0, so as a loss it does nothing and belongs in the reward; that of ``k3`` is the gradient of KL(reference ||
     policy).) ``k3`` uses d clamped to +-20 and is itself clamped to 10, so that one token the reference finds impossible cannot take
-    over the step; its gradient is 0 there.
+    over the step; its gradient is 0 there. ``full`` is the exact sum over the vocabulary, computed by the caller (``full_kl``).
 
     Sources: Schulman, "Approximating KL Divergence", 2020 (k1, k2, k3); Tang and Munos, "On a few pitfalls in KL divergence gradient
     estimation for RL", 2025 (whose gradient is which).
@@ -34,12 +44,13 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, 
         ref_log_probs: ``[T]``, floating point. No gradient.
         response_mask: ``[T]``, bool.
         kind: one of ``KL_KINDS``.
+        full: ``[T]``, floating point, differentiable: the value of the kinds ``full`` and ``full+``; None for the others.
 
     Returns:
         ``[T]``: 0 outside the response mask.
 
     Raises:
-        ValueError: unknown kind.
+        ValueError: unknown kind, or ``full`` is missing.
 
     Example:
         >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.5]), torch.tensor([True]), "k2")
@@ -50,7 +61,14 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, 
     d = sanitize(log_probs, response_mask) - sanitize(ref_log_probs.detach(), response_mask)
     k2 = 0.5 * d.square()
     base = kind.rstrip("+")
-    if base == "k1":
+    if needs_logits(kind):
+        if full is None:
+            raise ValueError(
+                f"KL kind {kind!r} is a sum over the vocabulary, which the log-probs of sampled tokens do not tell. Pass"
+                " full=full_kl(logits, ref_logits, response_mask), or use k1, k2, k3 or abs."
+            )
+        value = sanitize(full, response_mask)
+    elif base == "k1":
         value = d
     elif base == "k2":
         value = k2
@@ -76,7 +94,7 @@ def full_kl(logits: Tensor, ref_logits: Tensor, response_mask: Tensor) -> Tensor
         response_mask: ``[T]``, bool.
 
     Returns:
-        ``[T]``: 0 outside the response mask.
+        ``[T]``, >= 0 but for rounding: 0 outside the response mask; inf where the policy samples what the reference rules out (-inf).
 
     Example:
         >>> full_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([True]))
@@ -84,6 +102,9 @@ def full_kl(logits: Tensor, ref_logits: Tensor, response_mask: Tensor) -> Tensor
     """
     log_p = sanitize(logits, response_mask[:, None]).log_softmax(-1)
     log_q = sanitize(ref_logits.detach(), response_mask[:, None]).log_softmax(-1)
+    # A probability of 0 contributes 0, in value and gradient, also where the reference rules the token out too: 0 * -inf would be NaN.
+    log_q = torch.where(log_p == -torch.inf, 0.0, log_q)
+    log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min)
     return sanitize((log_p.exp() * (log_p - log_q)).sum(-1), response_mask)
 
 

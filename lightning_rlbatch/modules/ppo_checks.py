@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
-from lightning_rlbatch.functional.kl import KL_KINDS
+from lightning_rlbatch.functional.kl import KL_KINDS, needs_logits
 from lightning_rlbatch.models.scoring import check_head_memory
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ def check_ppo_options(module: "PPOModule") -> None:
     for name in ("kl_kind", "kl_reward_kind"):
         if getattr(module, name) not in KL_KINDS:
             raise ValueError(f"Expected {name} to be one of {tuple(KL_KINDS)} but got {getattr(module, name)!r}.")
+    if needs_logits(module.kl_reward_kind):
+        raise ValueError(
+            f"kl_reward_kind={module.kl_reward_kind!r} needs the logits of both models, but rewards are made of the stored log-probs of"
+            " sampled tokens. Use k1, k2, k3 or abs in the reward, or the full divergence in the loss (kl_kind, kl_coefficient)."
+        )
     for name in ("kl_coefficient", "value_coefficient", "overlong_factor"):
         if getattr(module, name) < 0:
             raise ValueError(f"Expected {name} to be at least 0 but got {getattr(module, name)}.")

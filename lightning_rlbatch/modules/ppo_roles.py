@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rlbatch.functional import KLController
+from lightning_rlbatch.models.full_kl import FullKLScorer
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.adapters import adapter_layers
 from lightning_rlbatch.modules.base import trained
@@ -41,7 +42,6 @@ class PPORoles(PPOUpdate):
     head_memory_mib: float
     rollout_engine: RolloutEngine
     rollout_group: dist.ProcessGroup | None
-    _frozen: dict[str, TokenScorer]
 
     @override
     def build_models(self) -> None:
@@ -71,7 +71,8 @@ class PPORoles(PPOUpdate):
             self.critic = self._scorer(cast(PreTrainedModel, critic.base_model), value_head=True)
 
     def _scorer(self, model: PreTrainedModel, *, value_head: bool = False) -> TokenScorer:
-        return TokenScorer(
+        scorer = FullKLScorer if self.has_full_kl else TokenScorer
+        return scorer(
             model,
             value_head=value_head,
             remove_padding=self.remove_padding,

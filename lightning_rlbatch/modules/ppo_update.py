@@ -8,11 +8,13 @@ from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.store import SAMPLE_ID
 from lightning_rlbatch.functional import PolicyLoss
 from lightning_rlbatch.functional.aggregation import AggregationMode, Denominators, aggregate
-from lightning_rlbatch.functional.kl import kl_penalty
+from lightning_rlbatch.functional.kl import kl_penalty, needs_logits
 from lightning_rlbatch.functional.losses_covariance import token_keys
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.value import value_loss
+from lightning_rlbatch.models.full_kl import ReferenceHead
 from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.modules.adapters import adapters_off
 from lightning_rlbatch.modules.base import MicroBatchOutput, MicroBatchStep, RLBatchModule
 from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource
@@ -40,6 +42,12 @@ class PPOUpdate(RLBatchModule):
     value_clip: float | None
     temperature: float
     critic_source: ModelSource | None
+    _frozen: dict[str, TokenScorer]
+
+    @property
+    def has_full_kl(self) -> bool:
+        """Whether the KL penalty in the loss is summed over the vocabulary: the reference then runs in every micro-step."""
+        return self.kl_coefficient > 0 and needs_logits(self.kl_kind)
 
     @property
     def has_values(self) -> bool:
@@ -84,12 +92,25 @@ class PPOUpdate(RLBatchModule):
     def policy_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
         """Return the policy's loss on one micro-batch, with the value loss of a shared trunk."""
         shared = self.has_values and self.critic is None
-        scores = self.policy(micro_batch, temperature=self.temperature, with_entropy=True, with_values=shared)
+        head = {"reference": self._reference_head(micro_batch)} if self.has_full_kl else {}
+        scores = self.policy(micro_batch, temperature=self.temperature, with_entropy=True, with_values=shared, **head)
+        if self.has_full_kl:
+            micro_batch = micro_batch.with_fields(per_token={"full_kl": scores.full_kl})
         terms, metrics = self.policy_terms(micro_batch, scores.log_probs, scores.entropy)
         if shared:
             value_terms, value_metrics = self.value_terms(micro_batch, scores.values)
             terms, metrics = terms + value_terms, metrics | value_metrics
         return self._output(micro_batch, terms, metrics, denominators)
+
+    @torch.no_grad()
+    def _reference_head(self, micro_batch: PackedBatch) -> ReferenceHead:
+        reference = self._frozen.get("reference")
+        if reference is not None:
+            head: ReferenceHead = reference(micro_batch, reference="own")
+            return head
+        with adapters_off(self.policy.model):
+            head = self.policy(micro_batch, reference="own")
+            return head
 
     def critic_step(self, micro_batch: PackedBatch, denominators: Denominators) -> MicroBatchOutput:
         """Return the loss of a critic with a trunk of its own on one micro-batch."""
@@ -118,7 +139,8 @@ class PPOUpdate(RLBatchModule):
         """Return the policy's per-token loss terms, and per-token metrics to average over all response tokens.
 
         Args:
-            micro_batch: Samples with ``old_log_probs``, ``advantages`` and, with a reference, ``ref_log_probs``.
+            micro_batch: Samples with ``old_log_probs``, ``advantages`` and, with a reference, ``ref_log_probs``; for the KL kinds ``full``
+                and ``full+`` also ``full_kl``, differentiable.
             log_probs: ``[T]``, differentiable.
             entropy: ``[T]``, differentiable.
 
@@ -141,7 +163,8 @@ class PPOUpdate(RLBatchModule):
         if self.entropy_coefficient:
             terms = terms - self.entropy_coefficient * entropy
         if self.kl_coefficient > 0:
-            penalty = kl_penalty(log_probs, micro_batch["ref_log_probs"], mask, self.kl_kind)
+            full = micro_batch["full_kl"] if self.has_full_kl else None
+            penalty = kl_penalty(log_probs, micro_batch["ref_log_probs"], mask, self.kl_kind, full=full)
             terms = terms + self.kl_coefficient * penalty
             metrics["kl/reference"] = penalty
         return terms, metrics

@@ -6,7 +6,7 @@ from rl_cases import LOSSES, run_ranks
 
 from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES, Denominators, aggregate
 from lightning_rlbatch.functional.importance import importance_weights
-from lightning_rlbatch.functional.kl import KL_KINDS, kl_penalty
+from lightning_rlbatch.functional.kl import KL_KINDS, kl_penalty, needs_logits
 from lightning_rlbatch.functional.losses import entropy_bonus
 from lightning_rlbatch.functional.losses_covariance import token_keys
 from lightning_rlbatch.functional.metrics import add_pairs, quotients, token_mean
@@ -134,7 +134,8 @@ def test_gradient_and_loss_of_every_other_term_do_not_depend_on_the_cut(kind, mo
             clip = 0.2 if kind.endswith("clipped") else None
             result = value_loss(log_probs + 2, SAMPLES.take("old_values", piece), SAMPLES.take("returns", piece), mask, clip=clip)
             return result.terms, result.metrics
-        value = kl_penalty(log_probs, SAMPLES.take("reference", piece), mask, kind)
+        full = 0.1 * torch.where(mask, log_probs, 0).square() if needs_logits(kind) else None  # any term will do here
+        value = kl_penalty(log_probs, SAMPLES.take("reference", piece), mask, kind, full=full)
         return value, {"kl": value}
 
     check_cuts(lambda cut: terms_of, mode)
@@ -219,7 +220,8 @@ def test_nothing_outside_the_response_mask_reaches_kl_or_value_loss(kind, poison
     mask = torch.tensor([False, True, True, False])
     x = torch.tensor([poison, -1.0, -2.0, poison], dtype=torch.float64, requires_grad=True)
     y = torch.tensor([poison, -1.5, -1.0, -poison], dtype=torch.float64)
-    terms = value_loss(x, y, y, mask, clip=0.1).terms if kind == "value" else kl_penalty(x, y, mask, kind)
+    full = torch.where(mask, x, 0).square() if needs_logits(kind) else None
+    terms = value_loss(x, y, y, mask, clip=0.1).terms if kind == "value" else kl_penalty(x, y, mask, kind, full=full)
     assert terms.isfinite().all()
     (gradient,) = torch.autograd.grad(terms.sum(), x)
     assert gradient.isfinite().all()

@@ -2,9 +2,23 @@
 
 import pytest
 import torch
-from helpers import ScriptedPPO, ToyTokenizer, make_trainer, plain_log_probs, prompts, tiny_llama, varied_reward, whole_parameters
+from helpers import (
+    HandMadeDataModule,
+    ScriptedPPO,
+    Step,
+    StepRecorder,
+    ToyTokenizer,
+    make_samples,
+    make_trainer,
+    plain_log_probs,
+    prompts,
+    tiny_llama,
+    varied_reward,
+    whole_parameters,
+    with_policy_log_probs,
+)
 
-from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.data import BatchingOptions, RolloutDataModule
 from lightning_rlbatch.testing import run_distributed
 
 
@@ -69,3 +83,30 @@ def test_the_reference_of_a_policy_with_adapters_is_its_base_model_without_a_cop
         assert seen["adapter"] > 1e-2, "with the adapters on the log-probs are others"
         assert seen["frozen"] == 0, "no second copy of the policy"
         assert seen["trained"] == seen["moved"] == ["down", "up"]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 0.05)])
+def test_the_full_divergence_is_that_from_the_base_model(precision, tolerance):
+    samples = with_policy_log_probs(make_samples([(2, 5), (1, 9), (3, 1)]), tiny_llama(dtype=torch.float64))
+    rows, mask = [], samples["response_mask"]
+    for ids in samples.split_per_sample("input_ids"):
+        with torch.no_grad():
+            log_p, log_q = (
+                model(ids[None], use_cache=False).logits[0].double().log_softmax(-1) for model in (adapted_llama(), tiny_llama())
+            )
+        rows.append(torch.cat([torch.zeros(1), (log_p.exp() * (log_p - log_q)).sum(-1)[:-1]]))
+    expected = torch.cat(rows)[mask].mean().item()
+    assert expected > 0.01
+
+    def fn(rank, world_size):
+        recorder = StepRecorder()
+        module = ScriptedPPO(adapted_llama, [varied_reward], kl_coefficient=0.1, kl_kind="full")
+        trainer = make_trainer(world_size, max_epochs=1, callbacks=[recorder], precision=precision)
+        trainer.fit(module, datamodule=HandMadeDataModule(samples, [Step(BatchingOptions(micro_batch_size=1))] * 2))
+        frozen = [name for name in recorder.gradients[0] if not name.endswith(("up", "down"))]
+        return [row["kl/reference"] for row in recorder.metrics], len(module.unregistered_modules()), frozen
+
+    for divergences, copies, frozen in run_distributed(fn, 2, init_process_group=False):
+        assert divergences == pytest.approx([expected] * 2, rel=tolerance)
+        assert copies == 0
+        assert not frozen

@@ -12,6 +12,7 @@ from helpers import (
     Step,
     ToyTokenizer,
     constant_sample,
+    length_reward,
     make_trainer,
     prompts,
     tiny_llama,
@@ -20,7 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rlbatch.data import BatchingOptions, RolloutDataModule, SFTDataModule
-from lightning_rlbatch.functional import FunctionLoss
+from lightning_rlbatch.functional import FixedKL, FunctionLoss
 from lightning_rlbatch.modules import PPOModule, SFTModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
@@ -273,3 +274,9 @@ def test_trainer_options_that_manual_optimization_refuses_point_to_ours(option):
 def test_a_reward_function_given_by_name_in_python_is_refused_at_once():
     with pytest.raises(TypeError, match="Import it and pass the function"):
         PPOModule(tiny_llama, ["my_project.reward"])
+
+
+@pytest.mark.parametrize("kind", ["full", "full+"])
+def test_a_full_divergence_in_the_reward_is_refused_with_where_it_can_be(kind):
+    with pytest.raises(ValueError, match=r"stored log-probs of sampled tokens(.|\n)*kl_kind"):
+        PPOModule(tiny_llama, [length_reward], kl_reward=FixedKL(0.1), kl_reward_kind=kind)
