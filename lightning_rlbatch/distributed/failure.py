@@ -1,6 +1,7 @@
 """An error on one rank becomes an error on every rank, before anybody waits in a collective."""
 
 import traceback
+from contextlib import suppress
 from types import TracebackType
 from typing import Literal
 
@@ -11,7 +12,23 @@ from lightning_rlbatch.distributed.reductions import collective_device, gather_s
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank failed; the message names the rank, the phase and its exception."""
+    """Another rank failed; the message names the rank, the phase and its exception.
+
+    Attributes:
+        num_ranks_told: Ranks that raise together, in step with each other; 0 if they were in different places.
+    """
+
+    num_ranks_told = 0
+
+
+def was_told_to(error: BaseException, num_ranks: int) -> bool:
+    """Return whether an error was raised by as many ranks together, so that their collectives are still in step.
+
+    Args:
+        error: What this rank raised, its own error or a :class:`PeerFailedError`.
+        num_ranks: Number of ranks.
+    """
+    return getattr(error, "num_ranks_told", 0) == num_ranks
 
 
 class fail_together:  # noqa: N801 - used as `with fail_together(...)`, named like contextlib.suppress
@@ -71,6 +88,16 @@ class fail_together:  # noqa: N801 - used as `with fail_together(...)`, named li
         anyone_failed, largest, smallest = state.tolist()
         if not anyone_failed and largest == -smallest:
             return
+        try:
+            self._tell(group, error)
+        except PeerFailedError as told:
+            told.num_ranks_told = group_size(group)
+            raise
+        if error is not None:
+            with suppress(AttributeError, TypeError):  # an exception that takes no attributes
+                error.num_ranks_told = group_size(group)  # type: ignore[attr-defined]  # a mark for `was_told_to`
+
+    def _tell(self, group: dist.ProcessGroup, error: BaseException | None) -> None:
         summary, trace = ("", "") if error is None else _describe(error)
         summaries, traces = gather_strings(summary, group), gather_strings(trace, group)
         phases = gather_strings(self.phase, group)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 
-from lightning_rlbatch.distributed.failure import PeerFailedError
+from lightning_rlbatch.distributed.failure import PeerFailedError, was_told_to
 
 # How the errors begin that a rank gets when another one has gone: gloo, NCCL, torch's store, our own `fail_together`.
 _LOST = re.compile(
@@ -21,6 +21,25 @@ _LOST = re.compile(
     r"|Another rank was lost"
 )
 _NOTE, _SEEN, _SURVIVOR = "failure", "seen", "survivor"
+
+
+class _Process:
+    """State of this process, as its default process group is: once its ranks have lost each other they cannot meet again."""
+
+    has_lost_its_ranks = False
+
+
+def require_ranks() -> None:
+    """Refuse to run several ranks in a process whose ranks have lost each other; else it would wait for them.
+
+    Raises:
+        RuntimeError: They have.
+    """
+    if _Process.has_lost_its_ranks:
+        raise RuntimeError(
+            "This process was a rank of an earlier run in which one rank failed while the others were waiting for it, and they have ended."
+            " Start all processes again; in a notebook use start_method='fork', which starts new ranks for every run."
+        )
 
 
 class FailureReport:
@@ -80,7 +99,10 @@ class FailureReport:
         """
         if isinstance(error, (SIGTERMException, KeyboardInterrupt)) or self.collectives_are_lost:
             return error  # all ranks stop together, or the terminal told all of them
+        if was_told_to(error, self.world_size):
+            return error  # all ranks raise in step: they can save a checkpoint, and run again
         self.collectives_are_lost = True
+        _Process.has_lost_its_ranks = True
         is_own = not _is_lost_peer(error)
         try:
             if is_own:

@@ -32,7 +32,7 @@ from lightning_rlbatch.distributed.mesh import Meshes, build_meshes, check_world
 from lightning_rlbatch.strategies.atomic import AtomicCheckpointIO
 from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
 from lightning_rlbatch.strategies.compatibility import check_lightning_module, check_links, mixed_up_packages
-from lightning_rlbatch.strategies.failure import FailureReport
+from lightning_rlbatch.strategies.failure import FailureReport, require_ranks
 from lightning_rlbatch.strategies.launch import ProcessLauncher, ScriptLauncher
 from lightning_rlbatch.strategies.materialize import Materializer
 from lightning_rlbatch.strategies.precision import convert_parameters, fsdp_precision, mixed_precision_policy
@@ -202,6 +202,8 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
             sequence_parallel_size=self.sequence_parallel_size,
             data_parallel_replicate_size=self.data_parallel_replicate_size,
         )
+        if self.world_size > 1:
+            require_ranks()
         self._setup_distributed()
         self._meshes = build_meshes(
             self.root_device.type,
