@@ -31,8 +31,8 @@ class ParityCheck(Callback):
 
     Args:
         lengths: Tokens of the random samples.
-        tolerance: Largest relative error; None takes 1e-5 times the number of layers, since rounding in fp32 grows with depth (8.7e-5 for a
-            gradient of SmolLM2-135M with 30 layers; known faults are above 0.1).
+        tolerance: Largest relative error; None takes 5e-5 times the number of layers, since rounding in fp32 grows with depth (3.3e-4 for a
+            gradient of SmolLM2-135M with LoRA and 30 layers; known faults are above 0.1).
 
     Raises:
         ValueError: A length is below 1.
@@ -84,10 +84,10 @@ def default_tolerance(model: PreTrainedModel) -> float:
     """Return the largest relative error that is taken for rounding.
 
     Args:
-        model: In fp64: 1e-5, which is far above rounding and far below any fault; in fp32: as much per layer.
+        model: In fp64: 1e-5, which is far above rounding and far below any fault; in fp32: 5e-5 per layer.
     """
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1
-    return 1e-5 if model.dtype == torch.float64 else 1e-5 * layers
+    return 1e-5 if model.dtype == torch.float64 else 5e-5 * layers
 
 
 def copy_from_rank_zero(model: nn.Module, meshes: Meshes) -> None:

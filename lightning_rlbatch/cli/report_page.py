@@ -24,7 +24,7 @@ h3 { font-size: 13.5px; margin: 0; font-weight: 600; }
   padding: 10px 16px; }
 .doctor:has(.good) { border-left-color: var(--c2); } .doctor ul { margin: 0; padding-left: 18px; } .doctor p { margin: 0; }
 .doctor i { color: var(--soft); font-style: normal; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)); gap: 14px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(400px, 100%), 1fr)); gap: 14px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px 6px; position: relative; }
 .card.missing { border-style: dashed; align-self: start; } .hint, .note { color: var(--soft); font-size: 12px; margin: 4px 0; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 11.5px; color: var(--soft); margin: 4px 0 2px; min-height: 17px; }

@@ -183,7 +183,12 @@ def _waiting(run: RunMetrics) -> Chart:
         )
     ]
     if measured[0].points:
-        return Chart(title, [*measured, estimate], "seconds per update", note="measured every n-th step; the estimate is the plan's")
+        return Chart(
+            title,
+            [*measured, estimate],
+            "seconds per update",
+            note="measured every n-th step; what even the least waiting rank waits is the cost of meeting",
+        )
     if estimate.points:
         return Chart(title, [estimate], "seconds per update", note="by the plan's workloads: one rank, or no step was measured")
     share = [(x, 1 - y) for x, y in run.points("balance/plan/efficiency")]

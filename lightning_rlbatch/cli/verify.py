@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="float32 halves the memory (default float64)")
     parser.add_argument("--lengths", default="13,1,6,2,9", help="tokens of the random samples (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random tokens")
-    parser.add_argument("--tolerance", type=float, help="largest relative error (default 1e-5; in float32 times the number of layers)")
+    parser.add_argument("--tolerance", type=float, help="largest relative error (default 1e-5; in float32 5e-5 per layer)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the ranks may take")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

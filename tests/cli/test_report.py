@@ -146,6 +146,29 @@ def test_the_newest_picture_of_a_plan_is_embedded_and_text_is_escaped(tmp_path):
     assert Page(text).images[0].startswith("data:image/png;base64,")
 
 
+def test_measured_waiting_is_drawn_in_place_of_the_estimate_and_told_per_rank_and_micro_step(tmp_path):
+    waiting = {"time/waiting": 0.2, "time/waiting_most": 0.3, "time/waiting_least": 0.1, "time/waiting_estimate": 0.15}
+    folder = write_run(tmp_path / "run", {name: lambda step, value=value: value for name, value in waiting.items()})
+    rows = [f"{step},{rank},{micro},{0.1 * rank + 0.01 * micro}" for step in (3, 7) for rank in range(2) for micro in range(3)]
+    (folder / "waiting.csv").write_text("\n".join(["step,rank,micro_step,seconds", *rows]))
+    text = report(folder)
+    curves = {curve["label"]: curve["points"][0][1] for plot in Page(text).plots for curve in plot}
+    assert {curves[name] for name in ("average rank", "rank that waits most", "least", "average rank, estimated")} == {0.2, 0.3, 0.1, 0.15}
+    assert "optimizer step 7" in text
+    assert ">120</td>" in text  # rank 1, micro-step 2
+    assert ">330</td>" in text  # rank 1, sum
+
+
+def test_a_held_out_reward_that_is_the_mean_itself_is_drawn_once(tmp_path):
+    def value(step):
+        return 0.5 + step
+
+    same = write_run(tmp_path / "same", {"val/reward/mean": value, "val/reward/exact": value})
+    other = write_run(tmp_path / "other", {"val/reward/mean": value, "val/reward/exact": lambda step: 0.0})
+    curves = [[curve["label"] for plot in Page(report(folder)).plots for curve in plot] for folder in (same, other)]
+    assert [("held-out exact" in labels, "held-out" in labels) for labels in curves] == [(False, True), (True, True)]
+
+
 def test_metrics_are_found_in_the_newest_version_folder(tmp_path):
     for version in (2, 10, 9):
         write_run(tmp_path / "logs" / f"version_{version}")
