@@ -4,41 +4,47 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_rlbatch.data.chat import as_conversation, encode_rendered, render
 from lightning_rlbatch.data.prompts import Tokenizer
 from lightning_rlbatch.data.store import SAMPLE_ID
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.schema import Schema
 from lightning_rlbatch.rollout.dispatch import contiguous_share
+from lightning_rlbatch.rollout.row_files import completion_text, rows_of_file
 
 PROMPT_KEYS = ("prompt", "input")
 COMPLETION_KEYS = ("completion", "output")
 REWARD_KEYS = ("reward", "score")
 ITERATION_KEYS = ("iteration", "step")
 GROUP_KEYS = ("group_id", "uid")
+_VERL_SAMPLE = re.compile(r"(.+)_\d+_\d+")  # verl's v1 trainer dumps {uid}_{rollout}_{output} as the uid of each row
 
 
 class RolloutDump:
-    """Rollouts as JSON lines: one object per rollout with prompt, completion and reward.
+    """Rollouts that other trainers wrote, one row per rollout with prompt, completion and reward, as JSON lines or Parquet.
 
-    Read are verl's ``rollout_data_dir`` (a file per step; ``input``, ``output``, ``score``, ``step``), TRL's logged completions as JSONL
-    or Parquet (``prompt``, ``completion``, a column per reward function, ``step``), and the files of :class:`RolloutLogger`. Rows of one
+    Read are verl's ``rollout_data_dir`` (a file per step; ``input``, ``output``, ``score``, ``step``), TRL's logged completions
+    (``prompt``, ``completion``, a column per reward function, ``step``), and the files of :class:`RolloutLogger`. Rows of one
     ``iteration`` or ``step`` are an iteration; without such a column each file is one. Rows with the same ``group_id`` or ``uid``, or
     without those the same prompt, are a group; groups may differ in size. A missing reward (null) leaves its rollout out of training.
+    A last line that breaks off, as a trainer leaves it that was ended, is left out with a warning.
 
-    Text is tokenized again, so token boundaries may differ from the sampled ones, and special tokens that a dump left out are lost.
-    Rows with token ids (``prompt_ids``, ``completion_ids``, for rollouts of a generator of your own) are taken as they are. Log-probs
-    are computed again by the policy.
+    Prompts may be messages, for the tokenizer's chat template, and completions the one message of the assistant. Text is tokenized
+    again, so token boundaries may differ from the sampled ones, and special tokens that a dump left out are lost (verl leaves out those
+    of the chat template). Rows with token ids (``prompt_ids``, ``completion_ids``, for rollouts of a generator of your own) are taken
+    as they are. Log-probs are computed again by the policy.
 
     Args:
         path: A ``.jsonl``/``.parquet`` file, or a folder that is searched for such files.
         tokenizer: Of the policy.
-        reward_columns: Columns whose sum is the reward; None takes ``reward`` or ``score``.
+        reward_columns: Columns whose sum is the reward; None takes ``reward``, or ``score`` (first in verl's rows).
         append_eos: End every completion with the end token, which the dumps leave out. Completions that were cut off at the length
             limit get it too, since nothing in a dump tells them apart.
 
@@ -59,15 +65,15 @@ class RolloutDump:
         self._paths: dict[int, list[Path]] = {}
         self._group_sizes: dict[int, dict[str, int]] = {}
         for number, file in enumerate(_files_of(self.path)):
-            for place, row in _rows_of(file):
+            for place, row in rows_of_file(file, on_cut=rank_zero_warn):
                 self._check(row, place)
-                iteration = _iteration_of(row, number)
+                iteration = _iteration_of(row, number, place)
                 if file not in (paths := self._paths.setdefault(iteration, [])):
                     paths.append(file)
                 sizes = self._group_sizes.setdefault(iteration, {})
                 sizes[_group_of(row)] = sizes.get(_group_of(row), 0) + 1
         if not self._paths:
-            raise ValueError(f"{self.path} has no rollouts. Expected one JSON object per line, with prompt, completion and reward.")
+            raise ValueError(f"{self.path} has no rollouts. Expected one row per rollout, with prompt, completion and reward.")
         self.iterations = sorted(self._paths)
         self.num_prompts = max(len(sizes) for sizes in self._group_sizes.values())
 
@@ -101,8 +107,8 @@ class RolloutDump:
         rows = [
             (place, row)
             for file in self._paths[iteration]
-            for place, row in _rows_of(file)
-            if _iteration_of(row, files.index(file)) == iteration
+            for place, row in rows_of_file(file, on_cut=_said_before)
+            if _iteration_of(row, files.index(file), place) == iteration
         ]
         size = self.rollouts_per_prompt(iteration)
         first_id = {group: index * size for index, group in enumerate(self._group_sizes[iteration])}
@@ -118,13 +124,15 @@ class RolloutDump:
         return _pack(samples) if samples else PackedBatch.empty(self.schema(iteration))
 
     def _check(self, row: Mapping[str, Any], place: str) -> None:
-        for kind, keys in (("prompt", PROMPT_KEYS), ("completion", COMPLETION_KEYS)):
-            if _ids_in(row, kind, place) is not None and (kind == "completion" or _has_group(row)):
-                continue  # token ids need no text; a prompt without one needs the name of its group
-            text = next((row[key] for key in keys if key in row), None)
-            if not isinstance(text, str):
-                found = "nothing" if text is None else f"{str(text)[:80]!r} of type {type(text).__name__}"
-                raise ValueError(f"{place}: expected the {kind} as text under {' or '.join(keys)} but got {found}; keys: {sorted(row)}.")
+        try:
+            if _ids_in(row, "prompt", place) is None or not _has_group(row):  # token ids need the name of their group instead
+                as_conversation(_first(row, PROMPT_KEYS, "prompt"))
+            if _ids_in(row, "completion", place) is None:
+                completion_text(_first(row, COMPLETION_KEYS, "completion"))
+        except LookupError as error:
+            raise ValueError(f"{place}: {error.args[0]}") from None
+        except ValueError as error:
+            raise ValueError(str(error) if str(error).startswith(place) else f"{place}: {error}.") from None
         if not self._rewards_in(row):
             wanted = " or ".join(REWARD_KEYS) if self._reward_columns is None else " and ".join(self._reward_columns)
             raise ValueError(f"{place}: no reward under {wanted}; keys: {sorted(row)}. Name the columns in reward_columns.")
@@ -133,7 +141,9 @@ class RolloutDump:
     def _rewards_in(self, row: Mapping[str, Any]) -> list[str]:
         if self._reward_columns is not None:
             return list(self._reward_columns) if all(key in row for key in self._reward_columns) else []
-        return [key for key in REWARD_KEYS if key in row][:1]
+        # verl's rows may hold a part of the score, or something else that a reward function told, under the other name
+        keys = reversed(REWARD_KEYS) if "input" in row else REWARD_KEYS
+        return [key for key in keys if key in row][:1]
 
     def _rewards(self, row: Mapping[str, Any], place: str) -> list[float]:
         values = [row[key] for key in self._rewards_in(row)]
@@ -144,15 +154,24 @@ class RolloutDump:
 
     def _tokenize(self, row: Mapping[str, Any], place: str, sample_id: int) -> dict[str, torch.Tensor]:
         prompt, completion = _ids_in(row, "prompt", place), _ids_in(row, "completion", place)
-        if prompt is None:
-            prompt = list(self._tokenizer.encode(_first(row, PROMPT_KEYS)))
-        if completion is None:
-            completion = list(self._tokenizer.encode(_first(row, COMPLETION_KEYS), **self._special))
-            if self._append_eos and self._tokenizer.eos_token_id is not None:
-                completion.append(self._tokenizer.eos_token_id)
+        try:
+            if prompt is None:
+                prompt = self._encode_prompt(_first(row, PROMPT_KEYS, "prompt"))
+            if completion is None:
+                completion = list(self._tokenizer.encode(completion_text(_first(row, COMPLETION_KEYS, "completion")), **self._special))
+                if self._append_eos and self._tokenizer.eos_token_id is not None:
+                    completion.append(self._tokenizer.eos_token_id)
+        except Exception as error:  # a tokenizer or its template may raise anything
+            raise ValueError(f"{place} cannot be tokenized ({type(error).__name__}: {error}).") from error
         if not prompt or not completion:
             raise ValueError(f"{place}: the {'completion' if prompt else 'prompt'} has no tokens. Leave the row out.")
         return _sample(prompt, completion, self._rewards(row, place), sample_id)
+
+    def _encode_prompt(self, prompt: Any) -> list[int]:
+        messages = as_conversation(prompt)
+        if messages is None:
+            return list(self._tokenizer.encode(prompt))
+        return encode_rendered(self._tokenizer, render(self._tokenizer, messages))
 
 
 def _sample(prompt: list[int], completion: list[int], rewards: list[float], sample_id: int) -> dict[str, torch.Tensor]:
@@ -171,8 +190,11 @@ def _pack(samples: Sequence[Mapping[str, torch.Tensor]]) -> PackedBatch:
     return PackedBatch.from_samples(samples, per_sample=("component_rewards",))
 
 
-def _first(row: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return str(next(row[key] for key in keys if key in row))
+def _first(row: Mapping[str, Any], keys: Sequence[str], kind: str) -> Any:
+    for key in keys:
+        if key in row:
+            return row[key]
+    raise LookupError(f"expected the {kind} under {' or '.join(keys)} but got nothing; keys: {sorted(row)}.")
 
 
 def _ids_in(row: Mapping[str, Any], kind: str, place: str) -> list[int] | None:
@@ -187,11 +209,23 @@ def _has_group(row: Mapping[str, Any]) -> bool:
 
 
 def _group_of(row: Mapping[str, Any]) -> str:
-    return json.dumps(_first(row, PROMPT_KEYS) if not _has_group(row) else next(row[key] for key in GROUP_KEYS if row.get(key) is not None))
+    if not _has_group(row):
+        return json.dumps(_first(row, PROMPT_KEYS, "prompt"))
+    name = next(row[key] for key in GROUP_KEYS if row.get(key) is not None)
+    sample = _VERL_SAMPLE.fullmatch(name) if "input" in row and isinstance(name, str) else None
+    return json.dumps(sample[1] if sample else name)
 
 
-def _iteration_of(row: Mapping[str, Any], number: int) -> int:
-    return int(next((row[key] for key in ITERATION_KEYS if row.get(key) is not None), number))
+def _iteration_of(row: Mapping[str, Any], number: int, place: str) -> int:
+    given = next((row[key] for key in ITERATION_KEYS if row.get(key) is not None), number)
+    try:
+        return int(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"{place}: expected {' or '.join(ITERATION_KEYS)} to be an integer but got {given!r}.") from None
+
+
+def _said_before(text: str) -> None:
+    """Say nothing: the file was read as a whole when the dump was opened."""
 
 
 def _takes_special_tokens(tokenizer: Tokenizer) -> bool:
@@ -207,29 +241,3 @@ def _files_of(path: Path) -> list[Path]:
     if not found:
         raise ValueError(f"{path} is neither a .jsonl or .parquet file nor a folder with such files.")
     return sorted(found, key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(file))])
-
-
-def _rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row with the words that name its place."""
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet
-        except ImportError:
-            raise ImportError(f"Reading {path} needs pyarrow: pip install pyarrow, or convert the file to JSON lines.") from None
-        for number, row in enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1):
-            yield f"Row {number} of {path}", row
-        return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"Line {number} of {path}", _parse(line, f"Line {number} of {path}")
-
-
-def _parse(line: str, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON ({error}).") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} must be a JSON object but is {line[:80]!r}.")
-    return row

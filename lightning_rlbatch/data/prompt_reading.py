@@ -1,7 +1,7 @@
 """Read prompts from files, functions and data sets, and turn them into token ids."""
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_rlbatch.data.chat import as_conversation, encode_rendered, render
 from lightning_rlbatch.data.prompts import PromptBatch, Tokenizer
 from lightning_rlbatch.data.sources import import_callable
+from lightning_rlbatch.rollout.row_files import rows_of_file
 
 PromptSource: TypeAlias = str | list[str] | Callable[[], Any] | Sequence[Mapping[str, Any]]
 """Rows with a ``prompt`` column: the path of a JSONL or Parquet file, several such paths, a function that returns rows or its import
@@ -19,6 +20,8 @@ TokenizerSource: TypeAlias = str | Callable[[], Any] | Any
 """The folder or hub name of a transformers tokenizer, a class or function that makes a tokenizer, its import path, or the tokenizer."""
 
 _TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a conversational row: what its chat template is given
+_ARGUMENTS = ("prompts", "completions", "completion_ids")  # of reward functions: a column of that name would take their place
+_FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def read_prompts(
@@ -46,12 +49,13 @@ def read_prompts(
         seed: Seed of the run.
 
     Raises:
-        ValueError: See :func:`read_rows`; or no row is left.
-        TypeError: Prompts are messages but the tokenizer has no chat template.
+        ValueError: See :func:`read_rows`; a prompt that the tokenizer or its chat template refuses; or no row is left.
+        TypeError: See :func:`read_rows`.
     """
-    rows = read_rows(source, name)
-    conversations = [_conversation(row, f"{name}: row {number}") for number, row in enumerate(rows)]
-    encoded = [_encode(row, conversation, tokenizer) for row, conversation in zip(rows, conversations)]
+    placed = list(_placed_rows(source, name))
+    rows = [row for _, row in placed]
+    conversations = [_conversation(row, place) for place, row in placed]
+    encoded = [_encode(row, conversation, tokenizer, place) for (place, row), conversation in zip(placed, conversations)]
     kept = [index for index, (_, ids) in enumerate(encoded) if 0 < len(ids) <= max_prompt_length]
     if len(kept) < len(rows):
         rank_zero_warn(
@@ -60,10 +64,12 @@ def read_prompts(
         )
     if not kept:
         raise ValueError(f"No row of {name} is left within max_prompt_length={max_prompt_length} tokens. Raise it.")
+    # Of all rows, so that reward functions get the same columns in every iteration.
+    columns = list(dict.fromkeys(key for row in rows for key in row if key != "prompt"))
     return PromptBatch(
         prompts=[encoded[index][0] for index in kept],
         prompt_ids=[encoded[index][1] for index in kept],
-        columns=[{key: value for key, value in rows[index].items() if key != "prompt"} for index in kept],
+        columns=[{key: rows[index].get(key) for key in columns} for index in kept],
         positions=list(range(len(kept))),
         rollouts_per_prompt=rollouts_per_prompt,
         max_response_length=max_response_length,
@@ -86,11 +92,14 @@ def _conversation(row: Mapping[str, Any], place: str) -> Any:
         raise ValueError(f"{place}: {error}.") from None
 
 
-def _encode(row: Mapping[str, Any], conversation: Any, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    if conversation is None:
-        return row["prompt"], list(tokenizer.encode(row["prompt"]))
-    text = render(tokenizer, conversation, template_options(row))
-    return text, encode_rendered(tokenizer, text)
+def _encode(row: Mapping[str, Any], conversation: Any, tokenizer: Tokenizer, place: str) -> tuple[str, list[int]]:
+    try:
+        if conversation is None:
+            return row["prompt"], list(tokenizer.encode(row["prompt"]))
+        text = render(tokenizer, conversation, template_options(row))
+        return text, encode_rendered(tokenizer, text)
+    except Exception as error:  # a tokenizer or its template may raise anything
+        raise ValueError(f"{place} has a prompt that cannot be tokenized ({type(error).__name__}: {error}).") from error
 
 
 def read_rows(source: PromptSource, name: str) -> list[dict[str, Any]]:
@@ -101,67 +110,66 @@ def read_rows(source: PromptSource, name: str) -> list[dict[str, Any]]:
         name: Option to name in errors.
 
     Raises:
-        ValueError: No rows, a row that is no JSON object, or one without a ``prompt``.
+        ValueError: No rows, a row that is no object, one without a ``prompt``, or one with a column that reward functions could not be
+            given; the message names the file and the line.
         TypeError: The source is none of those that can be read.
         ImportError: A Parquet file without pyarrow.
     """
-    rows = list(_rows(source, name))
-    for number, row in enumerate(rows):
+    return [row for _, row in _placed_rows(source, name)]
+
+
+def _placed_rows(source: PromptSource, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield checked rows with the words that name their place."""
+    is_empty = True
+    for place, row in _rows(source, name):
+        is_empty = False
         if not isinstance(row, Mapping) or "prompt" not in row:
-            raise ValueError(f"{name}: row {number} must be an object with a 'prompt' but is {str(row)[:80]!r}.")
-    if not rows:
-        raise ValueError(f"{name} has no rows.")
-    return [dict(row) for row in rows]
+            raise ValueError(f"{place} must be an object with a 'prompt' but is {str(row)[:80]!r}.")
+        hidden = [column for column in _ARGUMENTS if column in row]
+        if hidden:
+            raise ValueError(
+                f"{place} has a column {hidden[0]!r}, which would hide what reward functions get under this name. Rename or drop it."
+            )
+        yield place, dict(row)
+    if is_empty:
+        raise ValueError(f"{name} has no rows" + (f": {os.fspath(source)} is empty." if isinstance(source, str | os.PathLike) else "."))
 
 
-def _rows(source: Any, name: str) -> Iterable[Any]:
-    if isinstance(source, str):
-        return _read_file(Path(source), name) if Path(source).is_file() else _rows(_imported(source, name), name)
+def _rows(source: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if not path.is_file():
+            yield from _rows(_imported(source, name), name)
+        else:
+            yield from rows_of_file(path, option=name)
+        return
     if callable(source):
-        return _rows(source(), name)
+        yield from _rows(source(), name)
+        return
     if isinstance(source, Mapping):
         raise TypeError(f"{name} holds several splits, {', '.join(map(repr, list(source)[:5]))}. Pass one of them.")
     if not isinstance(source, Iterable):
         raise TypeError(f"{name} must be a file, a function or rows, but is of type {type(source).__name__}.")
     rows = list(source)
-    if not rows or not all(isinstance(row, str) for row in rows):
-        return rows
-    missing = [path for path in rows if not Path(path).is_file()]
+    if not rows or not all(isinstance(row, str | os.PathLike) for row in rows):
+        yield from ((f"{name}: row {number}", row) for number, row in enumerate(rows))
+        return
+    missing = [os.fspath(path) for path in rows if not Path(path).is_file()]
     if missing:
         raise ValueError(f"{name}: no such file: {missing[0]!r}.")
-    return [row for path in rows for row in _read_file(Path(path), name)]
+    for path in rows:
+        yield from rows_of_file(Path(path), option=name)
 
 
-def _imported(source: str, name: str) -> Callable[..., Any]:
-    found = import_callable(source)
+def _imported(source: str | os.PathLike[str], name: str) -> Callable[..., Any]:
+    given = os.fspath(source)
+    if Path(given).is_dir():
+        raise ValueError(f"{name} is {given!r}, a folder. Name the files in it.")
+    # train.jsonl would be the import path of something called jsonl in a module called train
+    found = import_callable(given) if isinstance(source, str) and not given.endswith(_FILE_SUFFIXES) else None
     if found is None:
-        raise ValueError(f"{name} is {source!r}, which is neither an existing file nor the import path of a function.")
+        raise ValueError(f"{name} is {given!r}, which is neither an existing file nor the import path of a function.")
     return found
-
-
-def _read_file(path: Path, name: str) -> list[Any]:
-    return _read_parquet(path, name) if path.suffix == ".parquet" else _read_jsonl(path, name)
-
-
-def _read_jsonl(path: Path, name: str) -> list[Any]:
-    rows = []
-    # Lines end with a newline only: JSON text may hold other characters that count as line ends in Python.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{name}: line {number} of {path} is not JSON ({error}).") from None
-    return rows
-
-
-def _read_parquet(path: Path, name: str) -> list[Any]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ImportError(f"{name}: reading {path} needs pyarrow: pip install pyarrow, or convert the file to JSON lines.") from None
-    rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
-    return rows
 
 
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:

@@ -3,12 +3,22 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutEngine, RolloutRequest, SamplingParams, WeightStream
+from lightning_rlbatch.rollout.engine import (
+    Completion,
+    FinishReason,
+    ProgressCallback,
+    RolloutEngine,
+    RolloutRequest,
+    SamplingParams,
+    WeightStream,
+)
+from lightning_rlbatch.rollout.row_files import completion_text, rows_of_file
 
 
 @dataclass(frozen=True)
@@ -53,23 +63,25 @@ class ReplayEngine:
             raise ValueError("ReplayEngine needs recorded completions but got none.")
 
     @classmethod
-    def from_jsonl(
-        cls, path: str | os.PathLike[str], *, encode: Callable[[str], Sequence[int]] | None = None, eos_token_id: int | None = None
+    def from_file(
+        cls, path: str | os.PathLike[str], *, encode: Callable[[Any], Sequence[int]] | None = None, eos_token_id: int | None = None
     ) -> "ReplayEngine":
-        """Read a file of one JSON object per completion.
+        """Read a file of one object per completion, JSON lines or Parquet.
 
         Rows are those of :class:`RecordingEngine`, or texts as verl (``input``, ``output``) and TRL (``prompt``, ``completion``) dump
         them. Texts are tokenized again, and their log-probs are NaN: let the trainer compute old log-probs, and correct for no mismatch.
+        A last line that breaks off is left out with a warning.
 
         Args:
             path: The file.
-            encode: The tokenizer's ``encode``, without special tokens; needed for texts.
+            encode: Needed for texts: turns a text into token ids, without special tokens around it, such as the tokenizer's ``encode``;
+                and the messages of a conversation, if prompts are conversations.
             eos_token_id: Appended to the completions of texts, which leave it out.
 
         Raises:
             ValueError: If a row is neither of these; the message names its line.
         """
-        return cls(_read_records(Path(path), encode, eos_token_id))
+        return cls(_record(row, place, encode, eos_token_id) for place, row in rows_of_file(Path(path), on_cut=warnings.warn))
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, on_progress: ProgressCallback | None = None
@@ -149,7 +161,7 @@ class RecordingEngine:
             for request, completion in zip(requests, completions)
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         return completions
 
@@ -176,31 +188,32 @@ def _cut(completion: Completion, sampling: SamplingParams, limit: int) -> Comple
     return completion
 
 
-def _read_records(path: Path, encode: Callable[[str], Sequence[int]] | None, eos_token_id: int | None) -> Iterator[RecordedCompletion]:
-    with path.open() as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                place = f"{path}, line {number}"
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{place}: expected a JSON object but {error}.") from None
-                yield _record(row, place, encode, eos_token_id)
+def _record(row: Mapping[str, Any], place: str, encode: Callable[[Any], Sequence[int]] | None, eos: int | None) -> RecordedCompletion:
+    try:
+        return _read(row, encode, eos)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}.") from None
 
 
-def _record(row: Any, place: str, encode: Callable[[str], Sequence[int]] | None, eos_token_id: int | None) -> RecordedCompletion:
-    keys = sorted(row) if isinstance(row, Mapping) else []
-    if {"prompt_ids", "token_ids"} <= set(keys):
-        tokens = [int(token) for token in row["token_ids"]]
-        log_probs = [float(value) for value in row.get("log_probs", [math.nan] * len(tokens))]
+def _read(row: Mapping[str, Any], encode: Callable[[Any], Sequence[int]] | None, eos: int | None) -> RecordedCompletion:
+    if {"prompt_ids", "token_ids"} <= row.keys():
+        tokens, given = _token_ids(row, "token_ids"), row.get("log_probs")
+        log_probs = [math.nan] * len(tokens) if given is None else [math.nan if value is None else float(value) for value in given]
         if len(log_probs) != len(tokens):
-            raise ValueError(f"{place}: {len(tokens)} token_ids need as many log_probs but there are {len(log_probs)}.")
-        reason = row.get("finish_reason", "stop")
-        return RecordedCompletion(tuple(row["prompt_ids"]), Completion(tokens, log_probs, reason), row.get("seed"))
+            raise ValueError(f"{len(tokens)} token_ids need as many log_probs but there are {len(log_probs)}")
+        reason: FinishReason = "length" if row.get("finish_reason") == "length" else "stop"
+        return RecordedCompletion(tuple(_token_ids(row, "prompt_ids")), Completion(tokens, log_probs, reason), row.get("seed"))
     for prompt, completion in (("prompt", "completion"), ("input", "output")):
-        if prompt in keys and completion in keys:
+        if prompt in row and completion in row:
             if encode is None:
-                raise ValueError(f"{place} holds text. Pass encode=tokenizer.encode so that it can be turned into token ids.")
-            tokens = [*encode(row[completion]), *([] if eos_token_id is None else [eos_token_id])]
+                raise ValueError("the row holds text; pass encode=tokenizer.encode so that it can be turned into token ids")
+            tokens = [*encode(completion_text(row[completion])), *([] if eos is None else [eos])]
             return RecordedCompletion(tuple(encode(row[prompt])), Completion(tokens, [math.nan] * len(tokens), "stop"))
-    raise ValueError(f"{place}: expected prompt_ids and token_ids, prompt and completion, or input and output, but got {keys}.")
+    raise ValueError(f"expected prompt_ids and token_ids, prompt and completion, or input and output, but got {sorted(row)}")
+
+
+def _token_ids(row: Mapping[str, Any], name: str) -> list[int]:
+    ids = row[name]
+    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"expected {name} to be a list of token ids but got {str(ids)[:80]!r}")
+    return ids

@@ -2,8 +2,10 @@
 
 import builtins
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jsonargparse
 import pytest
@@ -58,7 +60,7 @@ def write_jsonl(path, rows=ROWS):
 
 def test_every_kind_of_source_gives_the_same_rows(tmp_path):
     file = write_jsonl(tmp_path / "rows.jsonl")
-    sources = [file, some_rows, ROWS, tuple(ROWS), f"{__name__}.some_rows", lambda: iter(ROWS), lambda: file]
+    sources = [file, Path(file), [Path(file)], some_rows, ROWS, tuple(ROWS), f"{__name__}.some_rows", lambda: iter(ROWS), lambda: file]
     sys.modules.setdefault(__name__, sys.modules[some_rows.__module__])
     for source in sources:
         assert read_rows(source, "train_prompts") == ROWS, source
@@ -79,8 +81,31 @@ def test_parquet_files_and_datasets_hold_columns_of_any_shape(tmp_path):
         "assert read_rows(path, 'train_prompts') == rows, read_rows(path, 'train_prompts')\n"
         "assert read_rows(datasets.Dataset.from_list(rows), 'train_prompts') == rows\n"
         "assert read_rows(lambda: datasets.Dataset.from_list(rows).to_iterable_dataset(), 'train_prompts') == rows\n"
+        # The logged completions of TRL: conversations, a column per reward function, NaN where one had no verdict.
+        "import pandas\n"
+        "from helpers import ToyTokenizer\n"
+        "from lightning_rlbatch.data import RolloutDump\n"
+        "ToyTokenizer.apply_chat_template = lambda self, messages, **options: ''.join(m['content'] for m in messages)\n"
+        "answers = [[{'role': 'assistant', 'content': text}] for text in ('x', 'yy')]\n"
+        "table = {'step': [7] * 2, 'prompt': [rows[0]['prompt']] * 2, 'completion': answers, 'accuracy': [1.0, float('nan')]}\n"
+        "pandas.DataFrame({**table, 'advantage': [0.5, -0.5]}).to_parquet(path)\n"
+        "dump = RolloutDump(path, ToyTokenizer(), reward_columns=['accuracy'])\n"
+        "assert (dump.iterations, dump.rollouts_per_prompt(7)) == ([7], 2)\n"
+        "samples = dump.read(7, 0, 1)\n"
+        "assert samples['reward'].nan_to_num(nan=-1).tolist() == [1.0, -1.0]\n"
+        "assert samples.lengths.tolist() == [len('hello') + 1 + 1, len('hello') + 2 + 1]\n"
+        "open(path, 'r+b').truncate(100)\n"
+        "try:\n"
+        "    read_rows(path, 'train_prompts')\n"
+        "except ValueError as error:\n"
+        "    assert str(error).startswith(f'train_prompts: {path} is no whole Parquet file'), error\n"
+        "else:\n"
+        "    raise AssertionError('a damaged file was read')\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "rows.parquet"), json.dumps(rows)], check=True, timeout=60)
+    folder = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", program, str(tmp_path / "rows.parquet"), json.dumps(rows)]
+    subprocess.run(command, check=True, timeout=60, env=environment)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
@@ -119,10 +144,64 @@ def test_unusable_sources_are_refused_with_their_option(source, error, message):
     assert message in str(raised.value)
 
 
-def test_broken_line_is_named(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    with pytest.raises(ValueError, match=r"train_prompts: line 2 of .*rows.jsonl is not JSON"):
-        read_rows(str(tmp_path / "rows.jsonl"), "train_prompts")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": \n', "train_prompts: line 2 of {file} is not JSON (Expecting value: line 2 column 1 (char 12))."),
+        (b'{"prompt": "a"}\n\n{"prompt": "b', "train_prompts: line 3 of {file} is not JSON (Unterminated string"),  # prompts are not cut
+        (b'{"prompt": "a"}\n["a"]\n', "train_prompts: line 2 of {file} must be a JSON object but is \"['a']\". Write one object per line."),
+        (b'[\n{"prompt": "a"}\n]\n', "train_prompts: line 1 of {file} is not JSON"),
+        (
+            b'{"prompt": "a"}\n{"text": "b"}\n',
+            "train_prompts: line 2 of {file} must be an object with a 'prompt' but is \"{{'text': 'b'}}\".",
+        ),
+        (b'{"prompt": "\xe4"}\n', "train_prompts: line 1 of {file} is not UTF-8 (invalid continuation byte at byte 12). Convert the file."),
+        (
+            b'{"prompt": "a", "completions": []}\n',
+            "train_prompts: line 1 of {file} has a column 'completions', which would hide what reward",
+        ),
+        (b'{"prompt": [[{"role": "user"}]]}\n', "train_prompts: line 1 of {file}: a prompt must be text, or a list of messages"),
+        (b'{"prompt": "a\\ud800"}\n', "train_prompts: line 1 of {file} has a prompt that cannot be tokenized ("),
+        (b"\xef\xbb\xbf\n \n", "train_prompts has no rows: {file} is empty."),
+        (b"", "train_prompts has no rows: {file} is empty."),
+    ],
+)
+def test_every_fault_of_a_file_is_named_with_its_line(tmp_path, content, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="train_prompts") as raised:
+        read(str(file), chat_tokenizer())
+    assert str(raised.value).startswith(message.format(file=file))
+
+
+def test_odd_rows_are_read(tmp_path):
+    """A byte order mark, Windows line ends, blank lines, twice the same prompt, columns of other rows, any kind of value."""
+    file = tmp_path / "rows.jsonl"
+    lines = ['\ufeff{"prompt": "ab", "a": {"b": [1, null]}}', "", '  {"prompt": "ab", "c": 2.5, "a": null}  ', '{"c": true, "prompt": "c"}']
+    file.write_bytes("\r\n".join(lines).encode())
+    batch = read(file)
+    assert batch.prompts == ["ab", "ab", "c"]
+    # Reward functions get every column of every row, in every iteration.
+    assert batch.columns == [{"a": {"b": [1, None]}, "c": None}, {"a": None, "c": 2.5}, {"a": None, "c": True}]
+
+
+def test_one_prompt_fills_any_batch():
+    data = RolloutDataModule(
+        lambda: [{"prompt": "ab"}], ToyTokenizer(), train_batch_size=3, mini_batch_size=2, micro_batch_size=1, max_prompt_length=4
+    )
+    data.setup("fit")
+    assert [data.iteration_prompts(iteration).prompts for iteration in (0, 1)] == [["ab"] * 3] * 2
+    assert data.iteration_prompts(1).prompt_epoch == 3.0
+
+
+def test_a_missing_file_is_not_taken_for_the_import_path_of_a_program(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("raise SystemExit('a training program was run')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"train_prompts is 'train.jsonl', which is neither an existing file"):
+        read_rows("train.jsonl", "train_prompts")
+    with pytest.raises(ValueError, match=r"train_prompts is '.*', a folder. Name the files in it."):
+        read_rows(str(tmp_path), "train_prompts")
 
 
 def test_configuration_files_take_paths_lists_of_paths_rows_and_functions():
@@ -164,7 +243,7 @@ def test_messages_go_through_the_chat_template():
     ]
     assert batch.conversation(0) == rows[0]["prompt"]
     assert batch.conversation(1) is None
-    assert batch.columns[2] == {"answer": 3}
+    assert batch.columns[2] == {"answer": 3, "tools": None}
 
 
 def test_texts_have_no_conversations_and_batches_carry_theirs_along():
@@ -187,8 +266,14 @@ def test_prompt_that_is_neither_text_nor_messages_is_refused_with_its_row(prompt
 
 
 def test_messages_need_a_tokenizer_with_a_template():
-    with pytest.raises(TypeError, match="need a tokenizer with apply_chat_template, but ToyTokenizer has none"):
-        read([{"prompt": [{"role": "user", "content": "a"}]}])
+    rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "a"}]}]
+    with pytest.raises(ValueError, match=r"train_prompts: row 1 .*need a tokenizer with apply_chat_template, but ToyTokenizer has none"):
+        read(rows)
+    with pytest.raises(ValueError, match=r"train_prompts: row 1 has a prompt that cannot be tokenized \(ValueError: .*chat_template"):
+        read(rows, chat_tokenizer(template=None))
+    strict = chat_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match=r"row 1 has a prompt that cannot be tokenized \(TemplateError: roles must alternate\)"):
+        read(rows, strict)
 
 
 def test_reply_holds_what_lies_between_the_turns_and_nothing_twice():

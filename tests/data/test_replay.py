@@ -310,6 +310,51 @@ def test_trls_completions_have_their_rewards_summed_from_named_columns(tmp_path)
     assert samples["input_ids"].tolist() == [2, 3, 4] * 3
 
 
+def test_groups_of_verl_are_found_though_every_row_has_a_uid_of_its_own(tmp_path):
+    """The v1 trainer writes {uid}_{rollout}_{output}; the old one has no uid, and may have a "reward" that is a part of the score."""
+    rows = [
+        {"input": "ab", "output": "c" * (1 + index), "score": float(index), "reward": 9.0, "step": 1, "uid": f"7f_{group}_{index}_0"}
+        for group in (0, 1)
+        for index in range(3)
+    ]
+    write_lines(tmp_path / "1.jsonl", rows)
+    dump = RolloutDump(tmp_path, Letters())
+    assert (dump.num_prompts, dump.rollouts_per_prompt(1)) == (2, 3)
+    assert dump.read(1, 0, 1)["reward"].tolist() == [0.0, 1.0, 2.0] * 2
+    write_lines(tmp_path / "1.jsonl", [{**row, "prompt": row.pop("input"), "uid": "a_1_2"} for row in rows])  # no row of verl's
+    assert RolloutDump(tmp_path, Letters()).rollouts_per_prompt(1) == 6
+
+
+def test_a_file_that_breaks_off_is_read_up_to_there(tmp_path):
+    write_lines(tmp_path / "1.jsonl", verl_rows(1))
+    whole = RolloutDump(tmp_path, Letters()).read(1, 0, 1)
+    with (tmp_path / "1.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"input": "abc", "outp')
+    with pytest.warns(UserWarning, match=r"The end of .*1.jsonl breaks off: line 6 is left out"):
+        dump = RolloutDump(tmp_path, Letters())
+    assert dump.read(1, 0, 1)["input_ids"].tolist() == whole["input_ids"].tolist()
+
+
+def test_conversations_go_through_the_chat_template(tmp_path):
+    class Chat(Letters):
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt, continue_final_message):
+            return "".join(message["content"] for message in messages) + "h" * add_generation_prompt
+
+    turn = {"role": "user", "content": "ab", "name": None}  # Parquet gives every message the keys of all
+    rows = [
+        {"step": 1, "prompt": [turn], "completion": [{"role": "assistant", "content": "c"}], "accuracy": 1.0, "advantage": 0.0},
+        {"step": 1, "prompt": [turn], "completion": [{"role": "assistant", "content": [{"type": "text", "text": "d"}]}], "accuracy": None},
+    ]
+    write_lines(tmp_path / "0.jsonl", rows)
+    dump = RolloutDump(tmp_path, Chat(), reward_columns=["accuracy"])
+    assert (dump.num_prompts, dump.rollouts_per_prompt(1)) == (1, 2)
+    letters = Letters()
+    expected = [letters.encode("abh") + letters.encode(text) + [1] for text in "cd"]
+    assert [ids.tolist() for ids in dump.read(1, 0, 1).split_per_sample("input_ids")] == expected
+    with pytest.raises(ValueError, match=r"Line 1 of .* cannot be tokenized \(TypeError: .*need a tokenizer with apply_chat_template"):
+        RolloutDump(tmp_path, Letters(), reward_columns=["accuracy"]).read(1, 0, 1)
+
+
 def test_token_ids_are_taken_as_they_are(tmp_path):
     rows = [
         {"uid": "g", "prompt_ids": [2, 3], "completion_ids": [9, 1], "reward": 1.0},
@@ -343,12 +388,14 @@ def test_completions_are_tokenized_without_special_tokens(tmp_path):
     [
         ("not json", "Line 1 of .* is not JSON"),
         ("[1]", "Line 1 of .* must be a JSON object"),
-        ('{"completion": "b", "reward": 1}', "expected the prompt as text under prompt or input but got nothing"),
-        ('{"prompt": [{"role": "user"}], "completion": "b", "reward": 1}', "expected the prompt as text .* of type list"),
+        ('{"completion": "b", "reward": 1}', "expected the prompt under prompt or input but got nothing"),
+        ('{"prompt": 7, "completion": "b", "reward": 1}', "Line 1 of .*: a prompt must be text, or a list of messages .* but is '7'"),
+        ('{"prompt": "a", "completion": ["b"], "reward": 1}', "Line 1 of .*: the completion must be text, or one message .* but is "),
+        ('{"prompt": "a", "completion": "b", "reward": 1, "step": "x"}', "Line 1 of .*: expected iteration or step to be an integer"),
         ('{"prompt": "a", "completion": "b", "reward": "good"}', r"finite number or null as reward but got \['good'\]"),
         ('{"prompt": "a", "completion": "b", "reward": Infinity}', "finite number or null"),
         ("", "has no rollouts"),
-        ('{"prompt_ids": [2], "completion_ids": [3], "reward": 1}', "expected the prompt as text under prompt or input but got nothing"),
+        ('{"prompt_ids": [2], "completion_ids": [3], "reward": 1}', "expected the prompt under prompt or input but got nothing"),
         ('{"prompt": "a", "completion_ids": "3", "reward": 1}', "expected completion_ids to be a list of token ids but got '3'"),
     ],
 )

@@ -30,7 +30,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     recording = RecordingEngine(embedded, tmp_path / "rollouts" / "rank_0.jsonl")
     if request.param == "replay":
         recording.generate(mixed_requests(), SAMPLING)
-        return ReplayEngine.from_jsonl(recording.path)
+        return ReplayEngine.from_file(recording.path)
     return recording
 
 
