@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from lightning_rlbatch.data.prompts import PromptBatch, contiguous_share
 from lightning_rlbatch.data.store import SAMPLE_ID
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.reductions import all_gather_rows
-from lightning_rlbatch.functional.filters import zero_variance_groups
+from lightning_rlbatch.functional.filters import should_resample, zero_variance_groups
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.progress import rollout_progress
 from lightning_rlbatch.modules.rewards import check_rewards
@@ -86,20 +86,36 @@ class RolloutSampler:
         Args:
             sampling: How completions are drawn.
             max_rounds: Rounds of sampling, the first included.
+
+        Raises:
+            ValueError: Prompts have one rollout each, which can be compared with none.
         """
-        rollouts = dict(zip(self.own, self.sample(sampling)))
-        size = self.prompts.rollouts_per_prompt
-        for attempt in range(1, max_rounds):
-            rewards, _ = all_gather_rows(torch.tensor([rollouts[index].reward for index in self.own], dtype=torch.float64), self.group)
-            groups = torch.arange(len(self.prompts)).repeat_interleave(size)
-            useless = zero_variance_groups(rewards, groups).samples.view(-1, size).all(1).nonzero().flatten().tolist()
-            if not useless:
+        if max_rounds > 1 and self.prompts.rollouts_per_prompt == 1:
+            raise ValueError(
+                f"max_sampling_rounds={max_rounds} looks for prompts whose rollouts are all rewarded alike, but rollouts_per_prompt is 1."
+                " Raise rollouts_per_prompt, or set max_sampling_rounds to 1."
+            )
+        rollouts, attempt = dict(zip(self.own, self.sample(sampling))), 1
+        size, wanted = self.prompts.rollouts_per_prompt, len(self.prompts)
+        # The rewards are gathered only where they could matter: the last round is kept as it comes.
+        while should_resample(0, wanted, attempt, max_rounds):
+            useless = self._groups_without_variance([rollouts[index].reward for index in self.own])
+            if not should_resample(wanted - len(useless), wanted, attempt, max_rounds):
                 break
             self.num_resampled_groups += len(useless)
             self.prompts = self.prompts.replaced(useless, self.stream, attempt)
             again = [index for index in self.own if index // size in set(useless)]
             rollouts |= zip(again, self._rollouts(again, sampling, self.stream + attempt * _ROUND))
+            attempt += 1
         return [rollouts[index] for index in self.own]
+
+    def _groups_without_variance(self, own_rewards: Sequence[float]) -> list[int]:
+        """Return the prompts whose rollouts were all rewarded alike, over all ranks."""
+        rewards, _ = all_gather_rows(torch.tensor(own_rewards, dtype=torch.float64), self.group)
+        size = self.prompts.rollouts_per_prompt
+        groups = torch.arange(len(self.prompts)).repeat_interleave(size)
+        useless: list[int] = zero_variance_groups(rewards, groups).samples.view(-1, size).all(1).nonzero().flatten().tolist()
+        return useless
 
     def greedy_baselines(self, rollouts: list[Rollout], sampling: SamplingParams) -> None:
         """Give each rollout the reward of the greedy answer to its prompt, in place (Li et al., "ReMax", 2024).
