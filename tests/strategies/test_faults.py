@@ -10,129 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_rlbatch.data import RolloutDataModule
-from lightning_rlbatch.functional import GRPO
-from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
-from tests.helpers import ToyTokenizer, length_reward, make_trainer, tiny_llama
-from tests.strategies.runs import adamw, ppo, prompt_rows, rollouts, sft, sft_data
-
-PHASES = ("data setup", "reward", "generation", "loss", "backward", "optimizer step", "validation", "callback")
-
-
-class BoomError(Exception):
-    """An error that no library raises."""
-
-
-class Fault:
-    """Does something bad in one phase on one rank, in the second iteration where there is one."""
-
-    def __init__(self, phase, rank, action, own_rank):
-        self.phase, self.active, self.action = phase, rank == own_rank, action
-
-    def __call__(self, phase):
-        if self.active and phase == self.phase:
-            self.action()
-
-
-def raise_boom():
-    raise BoomError("the cause")
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class FaultyModule(PPOModule):
-    def __init__(self, fault, **options):
-        super().__init__(tiny_llama, [length_reward], advantage=GRPO(), optimizer=adamw, **options)
-        self.fault = fault
-
-    def compute_rewards(self, **arguments):
-        if self.trainer.validating:
-            self.fault("validation")
-        if self.global_step >= 2:
-            self.fault("reward")
-        return super().compute_rewards(**arguments)
-
-    def sampling(self, prompts, **options):
-        params = super().sampling(prompts, **options)
-        if self.global_step >= 2 and self.trainer.training:
-            original, fault = self.rollout_engine.generate, self.fault
-
-            def generate(*args, **kwargs):
-                fault("generation")
-                return original(*args, **kwargs)
-
-            self.rollout_engine.generate = generate
-        return params
-
-    def micro_batch_step(self, micro_batch, denominators):
-        output = super().micro_batch_step(micro_batch, denominators)
-        if self.global_step >= 3:
-            self.fault("loss")
-            if self.fault.active and self.fault.phase == "backward":
-                output.loss.register_hook(lambda gradient: self.fault("backward"))
-        return output
-
-    def on_before_optimizer_step(self, optimizer):
-        if self.global_step >= 3:
-            self.fault("optimizer step")
-        super().on_before_optimizer_step(optimizer)
-
-
-class FaultyData(RolloutDataModule):
-    def __init__(self, fault):
-        super().__init__(
-            prompt_rows,
-            ToyTokenizer(),
-            val_prompts=prompt_rows,
-            train_batch_size=4,
-            mini_batch_size=2,
-            rollouts_per_prompt=2,
-            max_tokens_per_rank=40,
-            max_prompt_length=8,
-            max_response_length=8,
-        )
-        self.fault = fault
-
-    def setup(self, stage):
-        self.fault("data setup")
-        super().setup(stage)
-
-
-class FaultyCallback(Callback):
-    def __init__(self, fault):
-        self.fault = fault
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 3:
-            self.fault("callback")
-
-
-def faulty_run(rank, size, phase, bad_rank, action, callbacks=(), **strategy_options):
-    """Return the error of this rank as (type name, text), and the seconds from the start; None if it ended well."""
-    fault = Fault(phase, bad_rank, action, rank)
-    start = time.monotonic()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = make_trainer(
-            size,
-            RLBatchFSDPStrategy(**strategy_options),
-            max_epochs=3,
-            limit_val_batches=1.0,
-            num_sanity_val_steps=0,
-            check_val_every_n_epoch=2,
-            callbacks=[FaultyCallback(fault), *callbacks],
-            enable_checkpointing=bool(callbacks),
-        )
-        try:
-            trainer.fit(FaultyModule(fault), datamodule=FaultyData(fault))
-        except BaseException as error:
-            said = [str(warning.message) for warning in caught]
-            return type(error).__name__, str(error), time.monotonic() - start, said
-    return None, trainer.global_step, time.monotonic() - start, []
+from lightning_rlbatch.testing.distributed import free_port
+from tests.helpers import make_trainer
+from tests.strategies.faults import APART, RANKS, TOGETHER, faulty_run, kill, raise_boom
+from tests.strategies.runs import ppo, prompt_rows, rollouts, sft, sft_data
 
 
 def on_ranks(world_size, *args, expect_dead=(), **kwargs):
@@ -159,25 +42,115 @@ def on_ranks(world_size, *args, expect_dead=(), **kwargs):
     return reports
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("phase", PHASES)
-def test_an_error_on_one_rank_ends_all_ranks_naming_it(phase, bad_rank):
-    results = on_ranks(2, phase, bad_rank, raise_boom)
-    assert results[bad_rank][:2] == ("BoomError", "the cause")
-    name, text, seconds, _ = results[1 - bad_rank]
-    assert name == "PeerFailedError"
-    assert f"Rank {bad_rank} failed" in text
-    assert "BoomError: the cause" in text
-    assert seconds < 30
+def matrix(cases, action, folder):
+    """Run several worlds of two ranks at once, each with one fault; return the results by case, None for a rank that was killed.
+
+    Args:
+        cases: (phase, rank of the fault) per world.
+        action: What happens there.
+        folder: For results and checkpoints.
+    """
+    ports = [free_port() for _ in cases]
+
+    def main(process, _):
+        number, rank = divmod(process, 2)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=str(ports[number]))
+        phase, bad_rank = cases[number]
+        file = folder / f"{process}.pt"
+        child = os.fork()  # a killed rank must not end this process, which reports it
+        if child == 0:
+            saver = ModelCheckpoint(str(folder / str(number)), every_n_epochs=1, save_top_k=-1)
+            torch.save(faulty_run(rank, 2, phase, bad_rank, action, callbacks=(saver,)), file)
+            time.sleep(1.0)  # the other rank may still be using this one's connections
+            os._exit(0)
+        os.waitpid(child, 0)
+        return torch.load(file) if file.exists() else None
+
+    results = run_distributed(main, 2 * len(cases), init_process_group=False, timeout=80)
+    return {case: results[2 * number : 2 * number + 2] for number, case in enumerate(cases)}
 
 
-@pytest.mark.parametrize(("phase", "bad_rank"), [("generation", 1), ("loss", 0), ("validation", 1)])
-def test_a_killed_rank_ends_all_ranks_naming_it(phase, bad_rank):
-    results = on_ranks(2, phase, bad_rank, kill, expect_dead=(bad_rank,))
-    name, text, seconds, _ = results[1 - bad_rank]
-    assert name == "PeerFailedError"
-    assert f"Rank {bad_rank} was lost" in text
-    assert seconds < 30
+@pytest.mark.parametrize("bad_rank", RANKS)
+def test_an_error_on_one_rank_ends_all_ranks_naming_it(bad_rank, tmp_path):
+    for case, results in matrix([(phase, bad_rank) for phase in APART], raise_boom, tmp_path).items():
+        assert results[bad_rank][:2] == ("BoomError", "the cause"), case
+        name, text, seconds, _ = results[1 - bad_rank]
+        assert name == "PeerFailedError", case
+        assert f"Rank {bad_rank} failed" in text, case
+        assert "BoomError: the cause" in text, case
+        assert seconds < 30, case
+
+
+@pytest.mark.parametrize("bad_rank", RANKS)
+def test_a_killed_rank_ends_all_ranks_naming_it(bad_rank, tmp_path):
+    for case, results in matrix([(phase, bad_rank) for phase in (*TOGETHER, *APART)], kill, tmp_path).items():
+        assert results[bad_rank] is None, case
+        name, text, seconds, _ = results[1 - bad_rank]
+        assert name == "PeerFailedError", case
+        assert f"Rank {bad_rank} was lost" in text, case
+        assert seconds < 30, case
+        checkpoints = list((tmp_path / str(list((*TOGETHER, *APART)).index(case[0]))).glob("*.ckpt"))
+        assert all("state_dict" in torch.load(path, weights_only=True) for path in checkpoints), case
+
+
+def test_an_error_of_a_phase_that_ranks_run_alone_leaves_them_able_to_save_and_to_run_again(tmp_path):
+    cases = [(phase, bad_rank) for phase in TOGETHER for bad_rank in RANKS]
+
+    def main(rank, size):
+        results = []
+        for number, (phase, bad_rank) in enumerate(cases):
+            saver = ModelCheckpoint(str(tmp_path / str(number)), "saved", save_on_exception=True, every_n_epochs=100)
+            results.append(faulty_run(rank, size, phase, bad_rank, raise_boom, callbacks=(saver,)))
+        return results, faulty_run(rank, size, "none", 0, raise_boom)
+
+    for rank, (results, after) in enumerate(run_distributed(main, 2, init_process_group=False)):
+        for (_, bad_rank), (name, text, seconds, _) in zip(cases, results):
+            assert name == ("BoomError" if rank == bad_rank else "PeerFailedError")
+            assert "the cause" in text
+            assert f"Rank {bad_rank} failed in phase" in text or rank == bad_rank
+            assert seconds < 30
+        assert after[:2] == (None, 6)
+    steps = [torch.load(tmp_path / str(number) / "saved.ckpt", weights_only=True)["global_step"] for number in range(len(cases))]
+    assert steps == [2, 2, 2, 2, 4, 4]
+
+
+def test_after_an_error_of_one_rank_alone_a_second_run_in_the_same_process_is_refused_at_once():
+    def main(rank, size):
+        first = faulty_run(rank, size, "loss", 1, raise_boom)
+        return first[0], faulty_run(rank, size, "none", 1, raise_boom)
+
+    with pytest.raises(AssertionError) as report:  # the other rank may end itself, since this one goes on
+        run_distributed(
+            lambda rank, size: print(main(rank, size)) if rank == 0 else _exit_with(main(rank, size)), 2, init_process_group=False
+        )
+    assert "Start all processes again" in str(report.value)
+
+
+def _exit_with(result):
+    (_, (name, text, seconds, _)) = result
+    raise AssertionError(f"{name} after {seconds:.1f} s: {text}")
+
+
+def test_sigterm_on_one_rank_in_any_phase_ends_all_ranks_after_the_same_step_and_saves(tmp_path):
+    cases = [(phase, bad_rank) for phase in (*TOGETHER, *APART[1:]) for bad_rank in RANKS]
+
+    def main(rank, size):
+        results = []
+        for number, (phase, bad_rank) in enumerate(cases):
+            saver = ModelCheckpoint(str(tmp_path / str(number)), "saved", save_on_exception=True, every_n_epochs=2, save_top_k=-1)
+            results.append(faulty_run(rank, size, phase, bad_rank, sigterm, callbacks=(saver,), with_step=True))
+        return results
+
+    def sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    first, second = run_distributed(main, 2, init_process_group=False)
+    for number, (case, one, other) in enumerate(zip(cases, first, second)):
+        assert one[0] == other[0] == "SIGTERMException", case
+        assert one[1] == other[1], case
+        assert max(one[2], other[2]) < 20, case
+        saved = max((tmp_path / str(number)).glob("saved*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+        assert torch.load(saved, weights_only=True)["global_step"] == one[1], case
 
 
 def test_with_three_ranks_both_others_name_the_one_that_failed_and_the_one_that_was_killed():
@@ -203,57 +176,37 @@ def test_a_checkpoint_on_exception_neither_blocks_nor_hides_the_error(tmp_path):
 
 
 class StopOnOneRank(Callback):
-    def __init__(self, own_rank, rank, how):
-        self.active, self.how = own_rank == rank, how
+    def __init__(self, is_told, how):
+        self.is_told, self.how = is_told, how
+
+    def _stop(self, trainer, how):
+        if self.is_told and self.how == how:
+            trainer.should_stop = True
 
     def on_train_batch_end(self, trainer, *args):
-        if self.active and trainer.global_step == 3:
-            if self.how == "should_stop":
-                trainer.should_stop = True
-            elif self.how == "SIGTERM":
-                os.kill(os.getpid(), signal.SIGTERM)
+        if trainer.global_step == 3:
+            self._stop(trainer, "batch end")
 
     def on_train_epoch_end(self, trainer, *args):
-        if self.active and self.how == "epoch end":
-            trainer.should_stop = True
+        self._stop(trainer, "epoch end")
 
     def on_validation_end(self, trainer, *args):
-        if self.active and self.how == "validation end":
-            trainer.should_stop = True
+        self._stop(trainer, "validation end")
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize(("how", "steps"), [("should_stop", 3), ("epoch end", 2), ("validation end", 2)])
-def test_stop_on_one_rank_stops_all_ranks_after_the_same_step(how, steps, bad_rank):
+def test_should_stop_on_one_rank_stops_all_ranks_after_the_same_step():
     def main(rank, size):
-        data = rollouts(val_prompts=prompt_rows)
-        trainer = make_trainer(
-            size, max_epochs=5, limit_val_batches=1.0, num_sanity_val_steps=0, callbacks=[StopOnOneRank(rank, bad_rank, how)]
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*val_dataloader.*does not have many workers")
-            trainer.fit(ppo(), datamodule=data)
-        return trainer.global_step
+        warnings.filterwarnings("ignore", message=".*val_dataloader.*does not have many workers")
+        steps = []
+        for how in ("batch end", "epoch end", "validation end"):
+            for told in RANKS:
+                stopper = StopOnOneRank(rank == told, how)
+                trainer = make_trainer(size, max_epochs=5, limit_val_batches=1.0, num_sanity_val_steps=0, callbacks=[stopper])
+                trainer.fit(ppo(), datamodule=rollouts(val_prompts=prompt_rows))
+                steps.append(trainer.global_step)
+        return steps
 
-    assert run_distributed(main, 2, init_process_group=False) == [steps, steps]
-
-
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_sigterm_on_one_rank_ends_all_ranks_together_and_may_save(bad_rank, tmp_path):
-    def main(rank, size):
-        saver = ModelCheckpoint(dirpath=str(tmp_path), save_on_exception=True, every_n_epochs=100, filename="at_sigterm")
-        trainer = make_trainer(size, max_epochs=5, callbacks=[StopOnOneRank(rank, bad_rank, "SIGTERM"), saver], enable_checkpointing=True)
-        start = time.monotonic()
-        try:
-            trainer.fit(ppo(), datamodule=rollouts())
-        except BaseException as error:
-            return type(error).__name__, trainer.global_step, time.monotonic() - start
-        return None
-
-    for name, step, seconds in run_distributed(main, 2, init_process_group=False):
-        assert (name, step) == ("SIGTERMException", 3)
-        assert seconds < 30
-    assert torch.load(tmp_path / "at_sigterm.ckpt", weights_only=True)["global_step"] == 3
+    assert run_distributed(main, 2, init_process_group=False) == [[3, 3, 2, 2, 2, 2]] * 2
 
 
 def test_check_collectives_names_the_first_difference_before_ranks_block():
