@@ -12,16 +12,18 @@ from helpers import (
     HandMadeDataModule,
     Step,
     StepRecorder,
+    length_reward,
     make_samples,
     make_trainer,
     tiny_llama,
     whole,
     whole_parameters,
+    with_policy_log_probs,
 )
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rlbatch.data import BatchingOptions
-from lightning_rlbatch.modules import SFTModule
+from lightning_rlbatch.modules import PPOModule, SFTModule
 from lightning_rlbatch.strategies import FSDPMixedPrecision
 from lightning_rlbatch.testing import run_distributed
 
@@ -208,3 +210,73 @@ def test_half_precision_overflow_skips_the_step_on_all_ranks_and_halves_the_scal
     assert len(set(rates[:count])) == 1  # the schedule waits with the weights
     assert rates[count] > rates[0]
     assert len(said) == 1
+
+
+def infinite_on_last_rank(samples):
+    """The last sample's advantages are infinite; contiguous blocks put it on the last rank."""
+    last = samples.sample_ids_per_token == samples.num_samples - 1
+    return samples.with_fields(per_token={"advantages": torch.where(last, torch.inf, samples["advantages"])})
+
+
+def make_ppo():
+    return PPOModule(
+        tiny_llama,
+        [length_reward],
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+        lr_scheduler=functools.partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=20),
+    )
+
+
+@pytest.fixture(scope="module")
+def after_infinity(tmp_path_factory):
+    """Runs with a step that is infinite on one rank of two, and one that never had it."""
+    path = str(tmp_path_factory.mktemp("infinite") / "skipped.ckpt")
+    samples = with_policy_log_probs(make_samples(SHAPES), tiny_llama(), noise=0.1)
+    good, bad = Step(ONE_BY_ONE), Step(ONE_BY_ONE, samples=infinite_on_last_rank(samples))
+    other = Step(ONE_BY_ONE, order=[2, 0, 1])
+
+    def train(world_size, steps, *, save_to=None, ckpt_path=None, max_epochs=1, plugins=None):
+        recorder = Snapshots()
+        trainer = make_trainer(world_size, max_epochs=max_epochs, callbacks=[recorder], plugins=plugins)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The gradient norm is not finite")
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+            trainer.fit(make_ppo(), datamodule=HandMadeDataModule(samples, steps), ckpt_path=ckpt_path)
+        if save_to is not None:
+            trainer.save_checkpoint(save_to)
+        return recorder.states, [row["train/skipped_steps"] for row in recorder.metrics], trainer.global_step
+
+    def fn(rank, world_size):
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        return {
+            "interrupted": train(world_size, [good, bad], save_to=path),
+            "resumed": train(world_size, [other, good], ckpt_path=path, max_epochs=2),
+            "never": train(world_size, [good, other, good]),
+            "half": (train(world_size, [good, bad, good], plugins=[FSDPMixedPrecision("16-mixed", "cpu", scaler)]), scaler.get_scale()),
+        }
+
+    return run_distributed(fn, 2, init_process_group=False)
+
+
+def test_run_resumed_after_an_infinite_step_ends_where_the_run_without_that_step_ends(after_infinity):
+    for runs in after_infinity:
+        (_, skipped, _), (states, resumed, steps), (expected, never, fewer) = (runs[name] for name in ("interrupted", "resumed", "never"))
+        assert (skipped, resumed, never) == ([0, 1], [0, 0], [0, 0, 0])
+        assert (steps, fewer) == (4, 3)  # Lightning counts the step that was skipped
+        assert not same(expected[2][0], expected[0][0])
+        assert same(states[1][0], expected[2][0])
+        assert same(states[1][1], expected[2][1])
+        assert states[1][2] == expected[2][2]  # the learning rate
+
+
+def test_infinity_on_one_rank_halves_the_loss_scale_on_all_and_nothing_else(after_infinity):
+    for runs in after_infinity:
+        (states, skipped, _), scale = runs["half"]
+        assert skipped == [0, 1, 0]
+        assert scale == 8.0
+        first, second, third = states
+        assert same(second[0], first[0])
+        assert same(second[1], first[1])
+        assert second[2] == first[2]
+        assert not same(third[0], second[0])
+        assert third[2] > second[2]
