@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import scale, startup, strategy, trainers, update
+from benchmarks import iteration, scale, startup, strategy, trainers, update
 from benchmarks.gpu import draw_lengths
 from benchmarks.workloads import FAMILIES, make_batch, make_workload
+from examples.hanoi.model import build_policy
 from lightning_rlbatch.testing import run_distributed
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,18 @@ def test_update_prints_a_row_per_trainer_and_says_that_trl_is_left_out(monkeypat
     assert "TRL is left out" in printed.err
     rows = [line.split("|")[3].strip() for line in printed.out.splitlines() if line.startswith("| hanoi")]
     assert rows == ["ours", "padded", "ours, equal lengths"]
+
+
+def test_iterations_are_followed_until_the_accuracy_or_the_limit_is_reached(tmp_path, monkeypatch):
+    for name, value in (("PROMPTS", 2), ("ROLLOUTS", 2), ("STEPS", 1), ("MAX_TOKENS", 4)):
+        monkeypatch.setattr(iteration, name, value)
+    build_policy().save_pretrained(tmp_path)
+    reached = iteration.measure("ours", iteration.Job(str(tmp_path), accuracy=0.0, limit=60.0, seed=0))
+    assert reached.reached
+    assert len(reached.accuracy) == iteration.WINDOW
+    given_up = iteration.measure("ours", iteration.Job(str(tmp_path), accuracy=1.0, limit=0.0, seed=0))
+    assert not given_up.reached
+    assert len(given_up.seconds) == 1
 
 
 def test_strategies_are_timed_on_two_ranks():
