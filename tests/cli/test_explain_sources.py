@@ -66,6 +66,14 @@ def test_a_file_or_function_that_is_not_there_is_a_sentence_with_the_option_and_
     assert words in text
 
 
+def test_a_folder_to_replay_that_is_not_there_is_refused():
+    content = config()
+    options = {"dirpath": "outputs/recorded", "mini_batch_size": 2, "max_tokens_per_rank": 99}
+    content["data"] = {"class_path": "lightning_rlbatch.ReplayDataModule", "init_args": options}
+    (text,) = refused(content)
+    assert "there is no outputs/recorded" in text
+
+
 def test_fit_refuses_a_missing_file_and_function_before_it_loads_anything(tmp_path, capsys):
     path = write(tmp_path, config(data={"train_prompts": "prompts.jsonl"}, model={"reward_functions": ["my_rewards.exakt"]}))
     with pytest.raises(SystemExit) as stop:
