@@ -13,8 +13,8 @@ import torch.distributed as dist
 from helpers import ScriptedEngine, ScriptedPPO, ToyTokenizer, make_trainer, plain_log_probs, prompts, tiny_llama, varied_reward
 from torch.distributed.tensor import DTensor
 
-from lightning_rlbatch.callbacks import RolloutCallback
-from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.callbacks import RolloutCallback, RolloutRecorder
+from lightning_rlbatch.data import RecordedRollouts, RolloutDataModule
 from lightning_rlbatch.distributed import build_meshes
 from lightning_rlbatch.functional import PackedBatch
 from lightning_rlbatch.functional.sizes import iteration_sizes
@@ -346,19 +346,23 @@ def test_logged_bytes_are_those_of_all_exchanges_of_the_iteration_over_all_ranks
     assert so_far[5] > so_far[0] > 0
 
 
-def test_engine_that_fails_on_one_rank_ends_all_ranks_with_its_error():
+def test_engine_that_fails_on_one_rank_ends_all_ranks_with_its_error_and_finished_iterations_stay(tmp_path):
     class Failing(ScriptedEngine):
+        calls = 0
+
         def generate(self, requests, sampling, on_progress=None):
-            if dist.get_rank() == 1:
+            self.calls += 1
+            if dist.get_rank() == 1 and self.calls == 2:
                 raise RuntimeError("the GPU fell off the bus")
             return super().generate(requests, sampling)
 
-    def fn(rank, world_size, size):
-        class FailingPPO(PPOModule):
-            def build_engine(self, model):
-                return Failing()
+    class FailingPPO(PPOModule):
+        def build_engine(self, model):
+            return Failing()
 
-        trainer, module = make_trainer(world_size, max_epochs=1), FailingPPO(policy, [varied_reward], rollout_tensor_parallel_size=size)
+    def fn(rank, world_size, size):
+        trainer = make_trainer(world_size, max_epochs=3, callbacks=[RolloutRecorder(str(tmp_path / str(size)))])
+        module = FailingPPO(policy, [varied_reward], rollout_tensor_parallel_size=size)
         with pytest.raises(RuntimeError, match="the GPU fell off the bus") as raised:
             trainer.fit(module, datamodule=data_module(5, 2))
         return str(raised.value)
@@ -367,6 +371,9 @@ def test_engine_that_fails_on_one_rank_ends_all_ranks_with_its_error():
         messages = run_distributed(fn, 4, size, init_process_group=False)
         assert messages[1] == "the GPU fell off the bus"
         assert all("Rank 1 failed" in message for rank, message in enumerate(messages) if rank != 1)
+        recorded = RecordedRollouts(tmp_path / str(size))
+        assert recorded.iterations == [0]
+        assert recorded.read(0, 0, 1)["sample_id"].tolist() == list(range(10))
 
 
 def test_embedded_engine_refuses_to_span_ranks_and_sizes_are_checked_before_a_model_is_made():

@@ -275,6 +275,21 @@ def test_a_half_precision_copy_keeps_rotary_frequencies_in_fp32() -> None:
     assert len(engine.generate(mixed_requests(2, 2), SAMPLING)) == 4
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_half_precision_engine_takes_the_rounded_weights_of_an_fp32_trainer(tied: bool) -> None:
+    engine = TransformersEngine.from_model(toy_llama(0, tied), pad_token_id=0, dtype=torch.bfloat16)
+    trained = toy_llama(1, tied)
+    engine.update_weights(full_parameters(trained))
+    expected = copy.deepcopy(trained).bfloat16()
+    expected.model.rotary_emb = engine.model.model.rotary_emb  # frequencies stay in fp32 in the engine
+    for name, parameter in engine.model.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+        assert parameter.dtype == torch.bfloat16
+    for request, completion in zip(mixed_requests(3, 2), engine.generate(mixed_requests(3, 2), SAMPLING)):
+        log_probs = reference_log_probs(expected, request.prompt_ids, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), log_probs, rtol=0.05, atol=0.3)
+
+
 def test_a_policy_on_the_meta_device_gives_an_engine_that_awaits_its_weights() -> None:
     policy = toy_llama(3)
     with torch.device("meta"):
