@@ -21,7 +21,7 @@ def cut_in_order(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket
     if job.micro_batch_size is not None:
         return chunks(units, job.units_per_bucket)
     if job.padded:
-        return _next_fit(job, units, None)
+        return _next_fit(job, units)
     buckets: list[Bucket] = [[]]
     free = job.budget
     for u in units:
@@ -41,29 +41,46 @@ def cut_padded(job: PlanInput, units: Bucket, num_buckets: int) -> list[Bucket]:
     light as a consecutive cut allows, found by bisection on a cap of the workload.
     """
     order = sorted(units, key=lambda u: (-int(job.longest[u]), u))
-    buckets = _next_fit(job, order, None)
-    target = max(num_buckets, len(buckets))
-    low, high = -1, len(order) * job.group_size * max((int(job.heaviest[u]) for u in order), default=0)
+    longest, heaviest = job.longest[order].tolist(), job.heaviest[order].tolist()
+    starts = _starts(job, longest, heaviest, None, len(order))
+    target = max(num_buckets, len(starts))
+    low, high = -1, len(order) * job.group_size * max(heaviest, default=0)
     while high - low > 1:
         middle = (low + high) // 2
-        tighter = _next_fit(job, order, middle)
+        tighter = _starts(job, longest, heaviest, middle, target)
         if len(tighter) <= target:
-            high, buckets = middle, tighter
+            high, starts = middle, tighter
         else:
             low = middle
-    return buckets
+    return [order[start:end] for start, end in zip(starts, [*starts[1:], len(order)])]
 
 
-def _next_fit(job: PlanInput, units: Bucket, work_cap: int | None) -> list[Bucket]:
-    """Cut in order where number of samples x longest would exceed the budget, or its workload the cap."""
+def _starts(job: PlanInput, longest: list[int], heaviest: list[int], work_cap: int | None, most: int) -> list[int]:
+    """Return where `_next_fit` starts a bucket in units of falling length; stops when there are more than ``most``.
+
+    The first unit of a bucket is its longest, so that it alone tells how many the bucket holds.
+    """
+    starts, start = [0], 0
+    while len(starts) <= most:
+        fit = job.budget // (job.group_size * longest[start]) if longest else 0
+        if work_cap is not None and heaviest:
+            fit = min(fit, work_cap // (job.group_size * heaviest[start]))
+        start += max(1, fit)  # a unit above the cap has a bucket of its own
+        if start >= len(longest):
+            break
+        starts.append(start)
+    return starts
+
+
+def _next_fit(job: PlanInput, units: Bucket) -> list[Bucket]:
+    """Cut in order where number of samples x longest would exceed the budget."""
     buckets: list[Bucket] = [[]]
-    longest = heaviest = 0
+    longest = 0
     for u in units:
-        samples = (len(buckets[-1]) + 1) * job.group_size
-        longest, heaviest = max(longest, int(job.longest[u])), max(heaviest, int(job.heaviest[u]))
-        if buckets[-1] and (samples * longest > job.budget or (work_cap is not None and samples * heaviest > work_cap)):
+        longest = max(longest, int(job.longest[u]))
+        if buckets[-1] and (len(buckets[-1]) + 1) * job.group_size * longest > job.budget:
             buckets.append([])
-            longest, heaviest = int(job.longest[u]), int(job.heaviest[u])
+            longest = int(job.longest[u])
         buckets[-1].append(u)
     return buckets
 
