@@ -80,6 +80,8 @@ def show(explanation: Explanation, console: Console, *, details: bool = False) -
         table.add_row("", "")
     for name, line in size_lines(explanation):
         table.add_row(Text(name, style="bold cyan"), Text(line))
+    if not explanation.sizes:
+        table.add_row(Text("sizes", style="bold cyan"), Text("cannot be derived before what is refused is corrected"))
     table.add_row(Text("memory", style="bold cyan"), Text(memory_line(explanation)))
     table.add_row(Text("in effect", style=_COLOURS["in effect"]), Text(options_in_effect(explanation) or "no option of cutting is set"))
     console.print(table)

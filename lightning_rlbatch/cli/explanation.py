@@ -107,7 +107,7 @@ def _rollout_sizes(run: RunConfig) -> dict[str, dict[str, str]]:
             "mini-batches per pass": f"{sizes.num_mini_batches} of {sizes.prompts_per_mini_batch} prompts",
             "rollouts per mini-batch (optimizer step)": str(sizes.rollouts_per_mini_batch),
             "optimizer steps per iteration": f"{sizes.num_optimizer_steps} = {sizes.num_mini_batches} mini-batches x "
-            f"{given['ppo_epochs']} PPO epoch(s)",
+            f"{given['ppo_epochs']} PPO epoch{'s' * ((given['ppo_epochs'] or 1) > 1)}",
         },
         "data-parallel rank": _rank_sizes(run)
         | {
