@@ -231,6 +231,13 @@ class RolloutDataModule(pl.LightningDataModule):
         return NoValidation() if self._val is None else PromptLoader(self._val, self.val_batch_size or len(self._val))
 
     @override
+    def predict_dataloader(self) -> "PromptLoader":
+        """Hand out the validation prompts, or the training ones in their order if there are none."""
+        prompts = self._train if self._val is None else self._val
+        assert prompts is not None
+        return PromptLoader(prompts, self.val_batch_size or len(prompts))
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {
             **dataclasses.asdict(self.position),

@@ -26,7 +26,7 @@ from lightning_rlbatch.rollout.weights import full_parameters
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo import PPOModule
 
-_VALIDATION_STREAM = 2**32  # keeps the random numbers of validation apart from those of any iteration
+VALIDATION_STREAM = 2**32  # keeps the random numbers of validation apart from those of any iteration
 
 
 class RolloutCollector:
@@ -156,7 +156,7 @@ def evaluate_prompts(module: "PPOModule", prompts: PromptBatch, batch_index: int
     Returns:
         Sums to add over batches and ranks; the same names on every rank.
     """
-    sampler = RolloutSampler(module, prompts, _VALIDATION_STREAM + batch_index, "Validation rollouts")
+    sampler = RolloutSampler(module, prompts, VALIDATION_STREAM + batch_index, "Validation rollouts")
     with scoring_context(module):
         return rollout_sums(module.reward_names, sampler.sample(module.sampling(prompts, temperature=module.validation_temperature)))
 

@@ -24,11 +24,19 @@ from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB
 from lightning_rlbatch.modules.adapters import adapters_off
 from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory, default_optimizer
-from lightning_rlbatch.modules.collection import RolloutCollector, evaluate_prompts, reward_metrics, score_rollouts, sync_weights
+from lightning_rlbatch.modules.collection import (
+    VALIDATION_STREAM,
+    RolloutCollector,
+    evaluate_prompts,
+    reward_metrics,
+    score_rollouts,
+    sync_weights,
+)
 from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource
 from lightning_rlbatch.modules.ppo_checks import check_ppo_options
 from lightning_rlbatch.modules.ppo_roles import PPORoles
+from lightning_rlbatch.modules.prediction import generate_completions
 from lightning_rlbatch.modules.preparation import RolloutPreparation, data_parallel_peers
 from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards, reward_names
 from lightning_rlbatch.modules.scoring_context import scoring_context
@@ -332,6 +340,21 @@ class PPOModule(PPORoles):
         metrics = reward_metrics(all_reduce_sums(self._validation_sums, self.meshes.world_group), "val/")
         # sync_dist only keeps Lightning from warning: the values are global already, equal on every rank.
         self.log_dict(metrics, batch_size=1, sync_dist=True)
+
+    # -- prediction --------------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_predict_epoch_start(self) -> None:
+        sync_weights(self)
+
+    @override
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
+        """Return the completions of a prompt batch, the ones that validation would reward; see :func:`generate_completions`."""
+        return generate_completions(self, batch, VALIDATION_STREAM + batch_idx)
+
+    @override
+    def on_predict_epoch_end(self) -> None:
+        self.rollout_engine.sleep()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 

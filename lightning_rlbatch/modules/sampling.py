@@ -131,7 +131,14 @@ class RolloutSampler:
         for index, rollout in zip(self.own, rollouts):
             rollout.baseline = baselines[index // size]
 
-    def _rollouts(self, indices: Iterable[int], sampling: SamplingParams, stream: int) -> list[Rollout]:
+    def responses(self, indices: Iterable[int], sampling: SamplingParams, stream: int) -> list[Response]:
+        """Return responses without rewards.
+
+        Args:
+            indices: Which rollouts of the batch.
+            sampling: How they are drawn.
+            stream: Of the random numbers.
+        """
         module, prompts, size = self.module, self.prompts, self.prompts.rollouts_per_prompt
         responses = [
             Response(index // size, rollout_seed(prompts.seed, stream, prompts.positions[index // size], index % size)) for index in indices
@@ -151,6 +158,11 @@ class RolloutSampler:
         alone = module.interruptible() if module.rollout_group is None else nullcontext()
         with fail_together(self.group, "generation"), self._timed("generation"), progress as update, alone:
             sampler.sample(responses, update)
+        return responses
+
+    def _rollouts(self, indices: Iterable[int], sampling: SamplingParams, stream: int) -> list[Rollout]:
+        module, prompts = self.module, self.prompts
+        responses = self.responses(indices, sampling, stream)
         with fail_together(self.group, "rewards"), self._timed("rewards"), module.interruptible():
             told = texts(prompts, responses)
             totals, by_name = module.compute_rewards(

@@ -15,9 +15,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rlbatch.callbacks.checkpoint import RLBatchModelCheckpoint
+from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
-from tests.helpers import RecordingLogger, make_trainer
+from tests.helpers import RecordingLogger, length_reward, make_trainer, tiny_llama
 from tests.strategies.runs import Journal, decay, ppo, prompt_rows, rollouts, sft, sft_data
 
 
@@ -230,3 +231,36 @@ def test_mixing_the_two_lightning_packages_is_explained():
             strategy.connect(torch.nn.Linear(1, 1))
     assert LightningModule.__module__.startswith("lightning.")
     assert Trainer.__module__.startswith("lightning.")
+
+
+@pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices:UserWarning")
+def test_predict_generates_what_validation_rewards_on_any_number_of_ranks():
+    seen = []
+
+    class Watching(PPOModule):
+        def compute_rewards(self, **arguments):
+            seen.extend(arguments["completion_ids"])
+            return super().compute_rewards(**arguments)
+
+    def main(rank, size):
+        warnings.filterwarnings("ignore", message=".*predict_dataloader.*does not have many workers")
+        module = Watching(tiny_llama, [length_reward])
+        data = rollouts(val_prompts=prompt_rows, val_rollouts_per_prompt=2, val_batch_size=4)
+        strategy = "rlbatch_fsdp" if size > 1 else "auto"
+        batches = make_trainer(size, strategy).predict(module, data)
+        limited = make_trainer(size, strategy, limit_predict_batches=1).predict(module, data)
+        make_trainer(size, strategy, limit_val_batches=1.0).validate(module, data, verbose=False)
+        from_train = make_trainer(size, strategy).predict(module, rollouts())
+        return batches, limited, seen, from_train
+
+    ((batches, limited, rewarded, from_train),) = on_ranks(main, 1)
+    rows = [row for batch in batches for row in batch]
+    assert [len(batch) for batch in batches] == [4, 3]
+    assert limited == batches[:1]
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in prompt_rows()]
+    assert [ids for row in rows for ids in row["completion_ids"]] == [list(ids) for ids in rewarded]
+    assert all(len(row["completions"]) == len(row["finish_reasons"]) == 2 for row in rows)
+    assert [len(batch) for batch in from_train] == [7]
+    for others in on_ranks(main, 2):
+        assert others[0] == batches
+        assert others[3] == from_train
