@@ -167,8 +167,9 @@ def sync_weights(module: "PPOModule") -> None:
     Args:
         module: The PPO module, its policy sharded or not.
     """
-    module.rollout_engine.wake()
-    module.rollout_engine.update_weights(full_parameters(module.policy.model))
+    engine = module.rollout_engine
+    engine.wake()
+    engine.update_weights(full_parameters(module.policy.model, merge_adapters=getattr(engine, "merges_adapters", False)))
 
 
 def rollout_sums(names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, float]:

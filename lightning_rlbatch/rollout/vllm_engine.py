@@ -18,6 +18,8 @@ class VLLMEngine:
     the same requests in the same order. Between phases the engine sleeps and leaves its memory to training. It wakes in two steps:
     weights in :meth:`wake`, the key/value cache with the next :meth:`generate`, so that weights are copied while it is not there yet.
 
+    A policy with LoRA adapters is loaded with these added to the weights that they adapt.
+
     Completions repeat for the same seed, but less strictly than those of :class:`TransformersEngine`: vLLM's kernels round differently
     from batch to batch.
 
@@ -30,6 +32,9 @@ class VLLMEngine:
     Raises:
         ValueError: If ``sleep_level`` is none of these.
     """
+
+    merges_adapters = True
+    """Weights are wanted under the names of the plain model, see :func:`full_parameters`."""
 
     def __init__(self, llm: Any, *, logprobs_mode: LogprobsMode = "processed_logprobs", sleep_level: Literal[0, 1, 2] = 2) -> None:
         if sleep_level not in (0, 1, 2):

@@ -1,28 +1,71 @@
 """Stream the trainer's weights to a rollout engine, one whole parameter at a time."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+_BASE = "base_layer."
 
-def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+
+def full_parameters(module: nn.Module, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole value of every parameter; at most one gathered parameter is alive at a time.
 
     Gathering is collective: every rank must consume the iterator to its end.
 
     Args:
         module: A module that may be sharded by FSDP2, or part of one.
+        merge_adapters: Add low-rank adapters (peft's LoRA, or any with ``base_layer``, ``active_adapters`` and ``get_delta_weight``) to
+            the weights that they adapt, and yield these under the names that they have without adapters: for engines that know the
+            plain model. A merged weight takes its own size once more.
 
     Yields:
         Parameter name within ``module`` and its unsharded value, detached, on the module's device.
+
+    Raises:
+        ValueError: Adapters that are more than an addition to the weight (DoRA and other variants) cannot be merged like this.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()  # a root stays gathered after a forward without gradient; its parameters are then no DTensors
+    adapters = _adapters(module) if merge_adapters else {}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            value = parameter.detach()
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+            owner = next((prefix for prefix in adapters if name.startswith(prefix)), None)
+            if owner is None:
+                yield name, _whole(parameter)
+            elif name.startswith(owner + _BASE):
+                plain = name.removeprefix(owner + _BASE)
+                yield owner + plain, _merged(parameter, adapters[owner]) if plain == "weight" else _whole(parameter)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _adapters(module: nn.Module) -> dict[str, Any]:
+    """Return layers with adapters by the prefix of their parameters' names."""
+    layers = {f"{name}.": layer for name, layer in module.named_modules() if _is_adapted(layer)}
+    for prefix, layer in layers.items():
+        variants = ", ".join(map(str, getattr(layer, "lora_variant", None) or ()))
+        if variants:
+            raise ValueError(
+                f"The adapter of {prefix[:-1]} ({type(layer).__name__}) is a variant of LoRA ({variants}), which cannot be added to the"
+                " weight. Use plain LoRA, or an engine that computes with adapters (TransformersEngine)."
+            )
+    return layers
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    return hasattr(layer, "base_layer") and hasattr(layer, "active_adapters") and callable(getattr(layer, "get_delta_weight", None))
+
+
+def _merged(weight: Tensor, layer: Any) -> Tensor:
+    value = _whole(weight)
+    for adapter in layer.active_adapters:
+        value = value + _whole(layer.get_delta_weight(adapter)).to(value.dtype)
+    return value

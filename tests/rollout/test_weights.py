@@ -1,0 +1,118 @@
+"""Weights of a policy with adapters, for engines that know the plain model."""
+
+import copy
+import sys
+
+import pytest
+import torch
+import vllm_stand_in
+from helpers import ToyTokenizer, make_trainer, prompts, varied_reward
+from rollout_toys import mixed_requests, reference_log_probs, toy_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.modules import PPOModule
+from lightning_rlbatch.rollout import SamplingParams, VLLMEngine
+from lightning_rlbatch.rollout.weights import full_parameters
+from lightning_rlbatch.testing import run_distributed
+
+
+class LowRank(torch.nn.Module):
+    """A linear layer with adapters, with the names that peft's layers have."""
+
+    def __init__(self, base_layer, active=("first", "second")):
+        super().__init__()
+        self.base_layer = base_layer
+        self.active_adapters = list(active)
+        generator = torch.Generator().manual_seed(1)
+        sizes = base_layer.weight.shape
+        self.lora_A = torch.nn.ParameterDict({name: torch.randn(2, sizes[1], generator=generator) for name in ("first", "second")})
+        self.lora_B = torch.nn.ParameterDict({name: torch.randn(sizes[0], 2, generator=generator) for name in ("first", "second")})
+
+    def get_delta_weight(self, name):
+        return 0.5 * (self.lora_B[name] @ self.lora_A[name])
+
+    def enable_adapters(self, enabled):
+        pass
+
+    def forward(self, states):
+        return self.base_layer(states) + sum(states @ self.get_delta_weight(name).T for name in self.active_adapters)
+
+
+def adapted(active=("first", "second")):
+    model = toy_llama().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj, active)
+    return model
+
+
+def merged_by_hand(model):
+    plain = toy_llama()
+    for layer, source in zip(plain.model.layers, model.model.layers):
+        layer.self_attn.q_proj.weight.data += sum(source.self_attn.q_proj.get_delta_weight(name) for name in ("first", "second")).detach()
+    return plain
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_adapters_are_added_to_their_weights_under_the_names_of_the_plain_model(world_size):
+    def fn(rank, world_size):
+        model = adapted()
+        if world_size > 1:
+            mesh = init_device_mesh("cpu", (world_size,))
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        return dict(full_parameters(model, merge_adapters=True))
+
+    expected = dict(merged_by_hand(adapted()).named_parameters())
+    for weights in run_distributed(fn, world_size):
+        assert weights.keys() == expected.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name].detach(), msg=name)
+
+
+def test_inactive_adapters_stay_out_and_the_policy_stays_as_it_is():
+    model = adapted(active=())
+    before = copy.deepcopy(model.state_dict())
+    for name, value in full_parameters(model, merge_adapters=True):
+        assert torch.equal(value, toy_llama().get_parameter(name)), name
+    list(full_parameters(adapted(), merge_adapters=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_adapters_that_are_more_than_an_addition_are_refused():
+    model = adapted()
+    model.model.layers[1].self_attn.q_proj.lora_variant = {"first": "DoRA"}
+    with pytest.raises(ValueError, match=r"The adapter of model.layers.1.self_attn.q_proj \(LowRank\) is a variant of LoRA \(first\)"):
+        list(full_parameters(model, merge_adapters=True))
+
+
+def test_an_engine_of_the_plain_model_samples_from_a_policy_with_adapters(monkeypatch):
+    """A stand-in for vLLM: whole training runs on it, and its weights are the merged ones."""
+    monkeypatch.setitem(sys.modules, "vllm", vllm_stand_in.module())
+
+    class WithVLLM(PPOModule):
+        def build_engine(self, model):
+            return VLLMEngine.from_pretrained("folder/of/the/policy")
+
+    def fn(rank, world_size):
+        module = WithVLLM(adapted, [varied_reward], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        sizes = {"train_batch_size": 2, "mini_batch_size": 2, "rollouts_per_prompt": 2, "max_prompt_length": 1, "max_response_length": 7}
+        data = RolloutDataModule(lambda: prompts("gf"), ToyTokenizer(), max_tokens_per_rank=8, **sizes)
+        trainer = make_trainer(1, max_epochs=1)
+        trainer.fit(module, datamodule=data)
+        engine, model = module.rollout_engine, module.policy.model
+        engine.wake()
+        engine.update_weights(full_parameters(model, merge_adapters=engine.merges_adapters))
+        sampled = engine.generate(mixed_requests(2, 1), SamplingParams(max_new_tokens=5))
+        return float(trainer.logged_metrics["kl/rollout_mismatch"]), dict(full_parameters(model)), sampled
+
+    ((mismatch, parameters, sampled),) = run_distributed(fn, 1, init_process_group=False)
+    assert mismatch < 1e-6
+    model = adapted()
+    model.load_state_dict(parameters)
+    plain = merged_by_hand(model)
+    for request, completion in zip(mixed_requests(2, 1), sampled):
+        expected = reference_log_probs(plain, request.prompt_ids, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=1e-4, atol=1e-4)
