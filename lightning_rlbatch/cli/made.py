@@ -1,6 +1,7 @@
 """Make what a configuration names."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +35,17 @@ def build_policy(source: Any) -> "PreTrainedModel":
     """
     from lightning_rlbatch.modules.model_sources import load_model
 
-    if not isinstance(source, dict):
-        return load_model(source)
-    made = callable_of(source, "policy")
-    return load_model(lambda: _call_until_model(made))
+    logging: Any = importlib.import_module("transformers.utils.logging")  # its functions have no types
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of loading weights, in the middle of our output
+    try:
+        if not isinstance(source, dict):
+            return load_model(source)
+        made = callable_of(source, "policy")
+        return load_model(lambda: _call_until_model(made))
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 def _call_until_model(maker: Any) -> Any:
