@@ -48,7 +48,18 @@ from lightning_rlbatch.functional.estimators import (
     OutcomeEstimator,
     ReinforcePlusPlus,
 )
-from lightning_rlbatch.functional.estimators_group import GDPO, GPG, GRPO, OPO, RLOO, DrGRPO, PassAtK, ReinforcePlusPlusBaseline, ReMax
+from lightning_rlbatch.functional.estimators_group import (
+    GDPO,
+    GPG,
+    GRPO,
+    OPO,
+    RLOO,
+    DrGRPO,
+    PassAtK,
+    PassAtKTraining,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
 from lightning_rlbatch.functional.filters import ZeroVariance, drop_samples, overlong_penalty, should_resample, zero_variance_groups
 from lightning_rlbatch.functional.importance import (
     ImportanceCorrection,
@@ -79,6 +90,7 @@ from lightning_rlbatch.functional.metrics import (
 )
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.parallel_sizes import sequence_parallel_times
+from lightning_rlbatch.functional.pass_at_k import best_of_k, pass_at_k_training_advantages
 from lightning_rlbatch.functional.peers import ALONE, Peers
 from lightning_rlbatch.functional.per_rank import count_micro_steps, plan_rank
 from lightning_rlbatch.functional.plan import BatchPlan
@@ -129,6 +141,7 @@ __all__ = [
     "PPOClip",
     "PackedBatch",
     "PassAtK",
+    "PassAtKTraining",
     "Peers",
     "PolicyLoss",
     "ReMax",
@@ -142,6 +155,7 @@ __all__ = [
     "aggregate",
     "attention_workload",
     "balanced_partition",
+    "best_of_k",
     "binary_kl",
     "check_per_token",
     "cispo_loss",
@@ -179,6 +193,7 @@ __all__ = [
     "opo_advantages",
     "overlong_penalty",
     "pass_at_k_advantages",
+    "pass_at_k_training_advantages",
     "place_rewards",
     "plan_mini_batch",
     "plan_rank",

@@ -7,10 +7,13 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_rlbatch.functional.advantages_group import Rewards, as_rewards
 from lightning_rlbatch.functional.segments import sanitize, segment_ids, segment_sum, spread
 
 
-def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Compute generalized advantage estimates over the response tokens of each sample.
 
     With t' the NEXT RESPONSE token of the sample (so tool output and user turns between two turns are stepped over, undiscounted):
@@ -41,7 +44,7 @@ def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tens
     """
     _check_unit_interval(gamma=gamma, lam=lam)
     packed, owner = _compact(response_mask, cu_seqlens)
-    rewards, values = sanitize(rewards.detach(), response_mask), sanitize(values.detach(), response_mask)
+    rewards, values = (sanitize(as_rewards(field).detach(), response_mask) for field in (rewards, values))
     v = values[packed]
     delta = rewards[packed] + gamma * _next(v, owner) - v
     a = _discounted_suffix_sum(delta, owner, gamma * lam)
@@ -73,12 +76,13 @@ def discounted_returns(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tenso
     """
     _check_unit_interval(gamma=gamma)
     packed, owner = _compact(response_mask, cu_seqlens)
-    out = torch.zeros_like(sanitize(rewards.detach(), response_mask))
-    out[packed] = _discounted_suffix_sum(rewards.detach()[packed].to(out.dtype), owner, gamma)
+    rewards = sanitize(as_rewards(rewards).detach(), response_mask)
+    out = torch.zeros_like(rewards)
+    out[packed] = _discounted_suffix_sum(rewards[packed], owner, gamma)
     return out
 
 
-def place_rewards(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def place_rewards(rewards: Rewards, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Put each sample's reward at its last response token.
 
     Args:
@@ -94,6 +98,7 @@ def place_rewards(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tensor) ->
         tensor([0., 0., 5., 0.])
     """
     packed, owner = _compact(response_mask, cu_seqlens)
+    rewards = as_rewards(rewards)
     out = rewards.new_zeros(response_mask.shape[0])
     last = torch.ones_like(owner, dtype=torch.bool)
     last[:-1] = owner[1:] != owner[:-1]
@@ -200,7 +205,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, global_mome
         >>> whiten(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([True, True, False]))
         tensor([-0.7071,  0.7071,  0.0000])
     """
-    x = sanitize(values.detach(), mask)
+    x = sanitize(as_rewards(values).detach(), mask)
     count, mean, squares = (moments(values, mask) if global_moments is None else global_moments.to(x.device)).unbind()
     variance = squares / (count - 1).clamp(min=1)
     out = (x.double() - mean) * torch.rsqrt(variance + eps)

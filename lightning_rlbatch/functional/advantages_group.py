@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+Rewards: TypeAlias = Tensor | Sequence[float | None]
+"""``[N]``: a tensor, NaN where there is no reward, or a list, None where there is none."""
+
+GroupIds: TypeAlias = Tensor | Sequence[Hashable]
+"""``[N]``: integers, or a list of anything that can be compared: equal for the rollouts of one prompt."""
+
+
+def as_rewards(rewards: Rewards) -> Tensor:
+    """Return rewards as a floating point tensor, NaN for None.
+
+    Example:
+        >>> as_rewards([1, None]), as_rewards(torch.tensor([1, 0])).dtype
+        (tensor([1., nan]), torch.float32)
+    """
+    if isinstance(rewards, Tensor):
+        return rewards if rewards.is_floating_point() else rewards.to(torch.get_default_dtype())
+    return torch.tensor([float("nan") if reward is None else float(reward) for reward in rewards])
+
+
+def as_group_ids(group_ids: GroupIds) -> Tensor:
+    """Return group ids as an integer tensor; names are numbered in the order of their appearance.
+
+    Example:
+        >>> as_group_ids(["b", "a", "b"])
+        tensor([0, 1, 0])
+    """
+    if isinstance(group_ids, Tensor):
+        return group_ids
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in group_ids], dtype=torch.int64)
 
 
 class SampleAdvantages(NamedTuple):
@@ -44,7 +76,7 @@ class GroupStatistics:
     std: Tensor
 
 
-def group_statistics(rewards: Tensor, group_ids: Tensor) -> GroupStatistics:
+def group_statistics(rewards: Rewards, group_ids: GroupIds) -> GroupStatistics:
     """Compute count, mean and deviation of each group's rewards, NaN rewards left out.
 
     Args:
@@ -61,6 +93,7 @@ def group_statistics(rewards: Tensor, group_ids: Tensor) -> GroupStatistics:
         >>> group_statistics(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([7, 7, 3])).centered
         tensor([ 0.5000, -0.5000,  0.0000], dtype=torch.float64)
     """
+    rewards, group_ids = as_rewards(rewards), as_group_ids(group_ids).to(rewards.device if isinstance(rewards, Tensor) else "cpu")
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(f"Rewards and group_ids must be [N] both but got {tuple(rewards.shape)} and {tuple(group_ids.shape)}.")
     if bool(rewards.isinf().any()):
@@ -83,7 +116,7 @@ def group_statistics(rewards: Tensor, group_ids: Tensor) -> GroupStatistics:
     return GroupStatistics(x, valid, index, count, mean, centered, std)
 
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bool = True, eps: float = 1e-6) -> SampleAdvantages:
+def group_advantages(rewards: Rewards, group_ids: GroupIds, *, normalize_by_std: bool = True, eps: float = 1e-6) -> SampleAdvantages:
     """Compute GRPO's advantage (R - mean) / (std + eps) of each rollout in its group; without the std it is Dr. GRPO's.
 
     Sources: Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 2024, section 4.1.2
@@ -102,12 +135,13 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bo
         >>> group_advantages(torch.tensor([1.0, 0.0, float("nan"), 5.0]), torch.tensor([0, 0, 0, 1]), normalize_by_std=False)
         SampleAdvantages(advantages=tensor([ 0.5000, -0.5000,  0.0000,  0.0000]), valid=tensor([ True,  True, False,  True]))
     """
+    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
     advantages = group.centered / (group.std + eps) if normalize_by_std else group.centered
     return SampleAdvantages(advantages.to(rewards.dtype), group.valid)
 
 
-def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> SampleAdvantages:
+def rloo_advantages(rewards: Rewards, group_ids: GroupIds) -> SampleAdvantages:
     """Compute R minus the mean reward of the OTHER rollouts of the group: n / (n - 1) (R - mean).
 
     Sources: Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!", 2019; Ahmadian et al., "Back to Basics: Revisiting
@@ -124,12 +158,13 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> SampleAdvantages:
         >>> rloo_advantages(torch.tensor([3.0, 0.0, 0.0]), torch.tensor([4, 4, 4])).advantages
         tensor([ 3.0000, -1.5000, -1.5000])
     """
+    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
     factor = group.count.double() / (group.count - 1).clamp(min=1)
     return SampleAdvantages((factor * group.centered).to(rewards.dtype), group.valid)
 
 
-def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor) -> SampleAdvantages:
+def opo_advantages(rewards: Rewards, group_ids: GroupIds, response_lengths: Tensor | Sequence[int]) -> SampleAdvantages:
     """Compute R minus the length-weighted mean reward of the group, sum(l R) / sum(l).
 
     Source: Hao et al., "On-Policy RL with Optimal Reward Baseline", 2025.
@@ -149,17 +184,18 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor)
         >>> opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 3])).advantages
         tensor([ 0.7500, -0.2500])
     """
+    rewards, response_lengths = as_rewards(rewards), torch.as_tensor(response_lengths)
     if response_lengths.shape != rewards.shape:
         raise ValueError(f"Expected response_lengths [N] = {tuple(rewards.shape)} but got {tuple(response_lengths.shape)}.")
     group = group_statistics(rewards, group_ids)
-    weight = torch.where(group.valid, response_lengths.double(), 0.0)
+    weight = torch.where(group.valid, response_lengths.to(rewards.device).double(), 0.0)
     # The baseline, relative to the plain mean: sums of centered rewards keep equal rewards at exactly 0.
     shift = _group_sum(weight * group.centered, group) / _group_sum(weight, group).clamp(min=1)
     advantages = torch.where(group.std > 0, group.centered - shift, 0.0)
     return SampleAdvantages(torch.where(group.valid, advantages, 0.0).to(rewards.dtype), group.valid)
 
 
-def gpg_advantages(rewards: Tensor, group_ids: Tensor, *, scale: float = 1.0) -> SampleAdvantages:
+def gpg_advantages(rewards: Rewards, group_ids: GroupIds, *, scale: float = 1.0) -> SampleAdvantages:
     """Compute alpha (R - mean) / scale, alpha = valid samples / valid samples in groups with variance.
 
     Groups of equal rewards have no gradient but count in the mean over the batch; alpha makes up for them.
@@ -184,13 +220,14 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, *, scale: float = 1.0) ->
     """
     if not scale > 0:
         raise ValueError(f"Expected scale to be positive but got {scale}.")
+    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
     useful = (group.valid & (group.std > 0)).sum()
     alpha = group.valid.sum().double() / useful.clamp(min=1)
     return SampleAdvantages((alpha * group.centered / scale).to(rewards.dtype), group.valid)
 
 
-def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bool = True, eps: float = 1e-6) -> SampleAdvantages:
+def pass_at_k_advantages(rewards: Rewards, group_ids: GroupIds, *, normalize_by_std: bool = True, eps: float = 1e-6) -> SampleAdvantages:
     """Reward the best of the group with its lead over the second best: max of all rewards - max of the others' rewards.
 
     The leave-one-out advantage of pass@k for k = group size. Every sample but a single best one gets 0; a tie gives 0 to all.
@@ -210,6 +247,7 @@ def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_by_std
         >>> pass_at_k_advantages(torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0, 0, 0]), normalize_by_std=False).advantages
         tensor([0., 0., 2.])
     """
+    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
     best = _group_max(torch.where(group.valid, group.rewards, -torch.inf), group)
     is_best = group.valid & (group.rewards == best)
@@ -219,7 +257,13 @@ def pass_at_k_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_by_std
     return SampleAdvantages((lead / (group.std + eps) if normalize_by_std else lead).to(rewards.dtype), group.valid)
 
 
-def gdpo_advantages(component_rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None, *, eps: float = 1e-6) -> SampleAdvantages:
+def gdpo_advantages(
+    component_rewards: Tensor | Sequence[Sequence[float | None]],
+    group_ids: GroupIds,
+    weights: Tensor | Sequence[float] | None = None,
+    *,
+    eps: float = 1e-6,
+) -> SampleAdvantages:
     """Normalize each reward within its group on its own, then add: sum_k w_k (R_k - mean_k) / (std_k + eps).
 
     The paper whitens the sum over the batch afterwards (``whiten``; ``GDPO`` does both).
@@ -243,11 +287,15 @@ def gdpo_advantages(component_rewards: Tensor, group_ids: Tensor, weights: Tenso
         >>> gdpo_advantages(rewards, torch.tensor([0, 0])).advantages.abs() < 1e-5  # the two cancel, although 10 > 1
         tensor([True, True])
     """
+    if not isinstance(component_rewards, Tensor):
+        component_rewards = torch.stack([as_rewards(row) for row in component_rewards])
+    component_rewards = as_rewards(component_rewards)
     if component_rewards.dim() != 2:
         raise ValueError(f"Expected component_rewards to be [N, K], one column per reward, but got {tuple(component_rewards.shape)}.")
     num_rewards = component_rewards.shape[1]
     if weights is None:
         weights = component_rewards.new_ones(num_rewards)
+    weights = torch.as_tensor(weights, device=component_rewards.device)
     if weights.shape != (num_rewards,):
         raise ValueError(f"Expected one weight for each of {num_rewards} rewards but got shape {tuple(weights.shape)}.")
     parts = [group_advantages(column, group_ids, eps=eps) for column in component_rewards.double().unbind(1)]
@@ -256,7 +304,7 @@ def gdpo_advantages(component_rewards: Tensor, group_ids: Tensor, weights: Tenso
     return SampleAdvantages(total.to(component_rewards.dtype), valid)
 
 
-def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> SampleAdvantages:
+def remax_advantages(rewards: Rewards, baseline_rewards: Rewards) -> SampleAdvantages:
     """Compute R minus the reward of the greedy response to the same prompt.
 
     Source: Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models",
@@ -273,6 +321,7 @@ def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> SampleAdvanta
         >>> remax_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.25])).advantages
         tensor([ 0.7500, -0.2500])
     """
+    rewards, baseline_rewards = as_rewards(rewards), as_rewards(baseline_rewards)
     if rewards.shape != baseline_rewards.shape:
         raise ValueError(f"Expected baseline_rewards of shape {tuple(rewards.shape)} but got {tuple(baseline_rewards.shape)}.")
     difference = (rewards - baseline_rewards).detach()

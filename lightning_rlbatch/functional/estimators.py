@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlbatch.functional.advantages import discounted_returns, gae, place_rewards, spread_to_tokens, token_sums, whiten
-from lightning_rlbatch.functional.advantages_group import SampleAdvantages
+from lightning_rlbatch.functional.advantages_group import Rewards, SampleAdvantages, as_rewards
 from lightning_rlbatch.functional.filters import drop_samples
 from lightning_rlbatch.functional.peers import ALONE, Peers
 
@@ -98,10 +98,10 @@ class AdvantageEstimator(ABC):
 
     def __call__(
         self,
-        rewards: Tensor,
-        group_ids: Tensor,
+        rewards: Rewards,
+        group_ids: Tensor | Sequence[int],
         response_mask: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | Sequence[int],
         *,
         token_rewards: Tensor | None = None,
         values: Tensor | None = None,
@@ -109,11 +109,13 @@ class AdvantageEstimator(ABC):
         component_rewards: Tensor | None = None,
         peers: Peers = ALONE,
     ) -> Advantages:
-        """Compute the advantages; arguments as in ``AdvantageInputs``.
+        """Compute the advantages; arguments as in ``AdvantageInputs``, lists too (None: no reward).
 
         Raises:
             ValueError: an input that the estimator needs is missing.
         """
+        rewards, response_mask, cu_seqlens = as_rewards(rewards), response_mask.bool(), torch.as_tensor(cu_seqlens)
+        group_ids = torch.as_tensor(group_ids)
         inputs = AdvantageInputs(
             rewards, group_ids, response_mask, cu_seqlens, token_rewards, values, baseline_rewards, component_rewards, peers
         )

@@ -19,6 +19,7 @@ from lightning_rlbatch.functional.advantages_group import (
     rloo_advantages,
 )
 from lightning_rlbatch.functional.estimators import AdvantageInputs, OutcomeEstimator
+from lightning_rlbatch.functional.pass_at_k import pass_at_k_training_advantages
 from lightning_rlbatch.functional.segments import segment_sum
 
 
@@ -122,6 +123,31 @@ class PassAtK(OutcomeEstimator):
     def compare(self, *columns: Tensor) -> SampleAdvantages:
         """See ``pass_at_k_advantages``."""
         return pass_at_k_advantages(*columns, normalize_by_std=self.normalize_by_std, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class PassAtKTraining(OutcomeEstimator):
+    """Use ``pass_at_k_training_advantages`` (Chen et al., 2025), k below the group size.
+
+    Args:
+        k: tries whose best is trained; less than ``rollouts_per_prompt``.
+        normalize_by_std: divide by the standard deviation of the best.
+        eps: added to the standard deviation.
+        whiten: scale to mean 0 and variance 1 over the response tokens of all ranks.
+    """
+
+    k: int = 4
+    normalize_by_std: bool = True
+    eps: float = 1e-6
+    whiten: bool = False
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"Expected k to be at least 1 but got {self.k}.")
+
+    def compare(self, *columns: Tensor) -> SampleAdvantages:
+        """See ``pass_at_k_training_advantages``."""
+        return pass_at_k_training_advantages(*columns, k=self.k, normalize_by_std=self.normalize_by_std, eps=self.eps)
 
 
 @dataclass(frozen=True)

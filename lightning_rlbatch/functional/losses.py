@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -43,7 +44,7 @@ def policy_loss(
     response_mask: Tensor,
     cu_seqlens: Tensor,
     *,
-    loss: LossFunction,
+    loss: LossFunction | None = None,
     weights: Tensor | None = None,
     selected: Tensor | None = None,
     name: str | None = None,
@@ -59,7 +60,7 @@ def policy_loss(
         advantages: ``[T]``, floating point. No gradient.
         response_mask: ``[T]``, bool.
         cu_seqlens: ``[N + 1]``, int: every sample is whole, so that sequence-level losses see all of it.
-        loss: called with the five arguments above (and ``selected=`` if given).
+        loss: called with the five arguments above, or as many of them as it takes (and ``selected=`` if given). None: ``ppo_clip_loss``.
         weights: ``[T]``, floating point: factor of each term, for example from ``importance_weights``. No gradient.
         selected: ``[T]``, bool: choice of tokens made over the whole mini-batch, for losses that need one.
         name: of the loss, for error messages. None: the name of ``loss``.
@@ -79,18 +80,14 @@ def policy_loss(
         >>> policy_loss(x, x, torch.ones(2), mask, torch.tensor([0, 2]), loss=reinforce).terms
         tensor([0.0000, 0.5000])
     """
-    name = name or getattr(loss, "__qualname__", type(loss).__name__)
+    function: LossFunction = ppo_clip_loss if loss is None else loss
+    name = name or getattr(function, "__qualname__", type(function).__name__)
     for label, tensor in (("log_probs", log_probs), ("old_log_probs", old_log_probs), ("advantages", advantages)):
         check_per_token(tensor, response_mask, source=f"Argument {label} of policy loss {name}")
     extra = {} if selected is None else {"selected": selected & response_mask}
-    result = loss(
-        sanitize(log_probs, response_mask),
-        sanitize(old_log_probs.detach(), response_mask),
-        sanitize(advantages.detach(), response_mask),
-        response_mask,
-        cu_seqlens,
-        **extra,
-    )
+    clean = (sanitize(field, response_mask) for field in (log_probs, old_log_probs.detach(), advantages.detach()))
+    arguments = (*clean, response_mask, cu_seqlens)
+    result = function(*arguments[: _num_positional(function, len(arguments))], **extra)
     if not isinstance(result, LossTerms):
         result = LossTerms(result)
     check_per_token(result.terms, response_mask, source=f"Policy loss {name}")
@@ -101,6 +98,14 @@ def policy_loss(
         check_per_token(weights, response_mask, source="Argument weights of policy_loss")
         terms = terms * sanitize(weights.detach(), response_mask)
     return LossTerms(terms, {key: sanitize(metric.detach(), response_mask) for key, metric in result.metrics.items()})
+
+
+def _num_positional(function: LossFunction, most: int) -> int:
+    """Return how many positional arguments to pass: token losses have no use for ``cu_seqlens``."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return most
+    return min(most, sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds))
 
 
 def ppo_clip_loss(

@@ -13,7 +13,7 @@ def sanitize(values: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         values: ``[T]``, floating point: anything where ``mask`` is False.
-        mask: ``[T]``, bool.
+        mask: ``[T]``, bool (or numbers: True where not 0).
 
     Returns:
         ``[T]``: ``values`` where ``mask``, else 0.
@@ -24,7 +24,7 @@ def sanitize(values: Tensor, mask: Tensor) -> Tensor:
     """
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
-    return torch.where(mask, values, values.new_zeros(()))
+    return torch.where(mask.bool(), values, values.new_zeros(()))
 
 
 def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

@@ -21,7 +21,19 @@ from lightning_rlbatch.functional.advantages_group import (
     rloo_advantages,
 )
 from lightning_rlbatch.functional.estimators import GAE, AdvantageEstimator, ReinforcePlusPlus
-from lightning_rlbatch.functional.estimators_group import GDPO, GPG, GRPO, OPO, RLOO, DrGRPO, PassAtK, ReinforcePlusPlusBaseline, ReMax
+from lightning_rlbatch.functional.estimators_group import (
+    GDPO,
+    GPG,
+    GRPO,
+    OPO,
+    RLOO,
+    DrGRPO,
+    PassAtK,
+    PassAtKTraining,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
+from lightning_rlbatch.functional.pass_at_k import best_of_k, pass_at_k_training_advantages
 
 NAN = float("nan")
 
@@ -153,6 +165,11 @@ def slow_one(kind, i, rewards, group, lengths):
         return rewards[i] - statistics.fmean(others)
     if kind == "opo":
         return rewards[i] - sum(lengths[j] * rewards[j] for j in group) / sum(lengths[j] for j in group)
+    if kind.startswith("best of 2"):
+        subsets = [max(pair) for pair in itertools.combinations(values, 2)]
+        own = [max(values[a], values[b]) for a, b in itertools.combinations(range(len(group)), 2) if i in (group[a], group[b])]
+        scale = statistics.pstdev(subsets) + 1e-6 if kind.endswith("std") else 1.0
+        return (statistics.fmean(own) - statistics.fmean(subsets)) / scale
     if kind == "pass_at_k":
         return (max(values) - max(others)) / (std + 1e-6)
     return rewards[i] - mean
@@ -182,6 +199,8 @@ FUNCTIONS = {
     "opo": lambda r, g, lengths: opo_advantages(r, g, lengths),
     "gpg": gpg_advantages,
     "pass_at_k": pass_at_k_advantages,
+    "best of 2 by std": lambda r, g: pass_at_k_training_advantages(r, g, k=2),
+    "best of 2": lambda r, g: pass_at_k_training_advantages(r, g, k=2, normalize_by_std=False),
 }
 
 
@@ -205,6 +224,48 @@ def test_singletons_and_equal_rewards_give_exactly_zero(kind, dtype):
     result = FUNCTIONS[kind](rewards, groups, *extra)
     assert result.advantages.tolist() == [0.0] * 13
     assert result.advantages.dtype == dtype
+
+
+@pytest.mark.parametrize(("n", "right", "k"), [(8, 3, 4), (8, 1, 2), (16, 15, 8), (5, 0, 3), (200, 7, 100)])
+def test_pass_at_k_of_right_and_wrong_answers_is_the_papers(n, right, k):
+    rewards, groups = double([1.0] * right + [0.0] * (n - right)), torch.zeros(n, dtype=torch.int64)
+    chance = 1 - math.comb(n - right, k) / math.comb(n, k)
+    total, count = best_of_k(rewards, groups, k)
+    assert (total.item(), count.item()) == (pytest.approx(chance, abs=1e-12), 1)
+    advantages = pass_at_k_training_advantages(rewards, groups, k=k, eps=0.0).advantages
+    if 0 < chance < 1:
+        std = math.sqrt(chance * (1 - chance))
+        wrong = (1 - chance - math.comb(n - right - 1, k - 1) / math.comb(n - 1, k - 1)) / std
+        expected = [(1 - chance) / std] * right + [wrong] * (n - right)
+        torch.testing.assert_close(advantages, double(expected), rtol=1e-9, atol=1e-9)
+    else:
+        assert advantages.eq(0).all()
+
+
+def test_best_of_k_counts_groups_with_k_rewards_only():
+    rewards = double([1.0, NAN, 0.0, 5.0, NAN, 2.0, 4.0, 3.0])
+    groups = torch.tensor([0, 0, 0, 1, 1, 9, 9, 9])
+    total, count = best_of_k(rewards, groups, 2)
+    assert (total.item(), count.item()) == (pytest.approx(1 + (4 + 4 + 3) / 3), 2)
+    assert [x.item() for x in best_of_k(rewards, groups, 4)] == [0, 0]
+    assert [x.item() for x in best_of_k(rewards[:0], groups[:0], 1)] == [0, 0]
+    with pytest.raises(ValueError, match="k to be at least 1"):
+        best_of_k(rewards, groups, 0)
+
+
+def test_rewards_may_be_a_list_with_none_and_groups_any_names():
+    expected = group_advantages(double([1.0, NAN, 0.0, 1.0, 2.0, 4.0]), torch.tensor([2, 2, 2, 2, 1, 1]))
+    result = group_advantages([1, None, 0, 1, 2, 4], ["b", "b", "b", "b", "a", "a"])
+    torch.testing.assert_close(result.advantages.double(), expected.advantages, rtol=1e-6, atol=1e-6)
+    assert result.valid.tolist() == expected.valid.tolist()
+    for kind, compute in FUNCTIONS.items():
+        extra = ([3, 1, 2],) if kind == "opo" else ()
+        whole = compute(torch.tensor([1, 0, 3]), torch.tensor([0, 0, 0], dtype=torch.int32), *extra)
+        fine = compute(double([1, 0, 3]), [0, 0, 0], *(torch.tensor(column) for column in extra))
+        assert whole.advantages.dtype == torch.float32  # not rounded to integers
+        torch.testing.assert_close(whole.advantages.double(), fine.advantages, rtol=1e-6, atol=1e-6)
+    assert remax_advantages([1, None], [0.25, 0.25]).advantages.tolist() == [0.75, 0.0]
+    assert gdpo_advantages([[1, 0], [0, 10]], [0, 0]).advantages.abs().max() < 1e-5
 
 
 def test_near_equal_rewards_far_from_zero_are_not_crushed():
@@ -258,6 +319,7 @@ ESTIMATORS = {
     "rloo": RLOO(),
     "gpg": GPG(scale=2.0),
     "pass_at_k": PassAtK(),
+    "pass_at_k training": PassAtKTraining(k=2),
     "opo": OPO(),
     "remax": ReMax(),
     "gdpo": GDPO(weights=[1.0, 0.5]),

@@ -1,5 +1,6 @@
 """Each policy loss against its formula in plain Python, its gradient against finite differences or the formula's, and the public hook."""
 
+import functools
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from rl_cases import LOSSES
 
 from lightning_rlbatch.functional.aggregation import Denominators, aggregate
-from lightning_rlbatch.functional.algorithms import FunctionLoss, LossInputs, PolicyLoss
+from lightning_rlbatch.functional.algorithms import FunctionLoss, LossInputs, PolicyLoss, PPOClip
 from lightning_rlbatch.functional.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
 from lightning_rlbatch.functional.losses import LossTerms, entropy, entropy_bonus, policy_loss, ppo_clip_loss
 from lightning_rlbatch.functional.losses_covariance import select_clip_cov, select_kl_cov, token_covariance, token_keys
@@ -15,6 +16,7 @@ from lightning_rlbatch.functional.losses_sequence import gmpo_loss, gspo_loss
 from lightning_rlbatch.functional.losses_token import binary_kl, cispo_loss, dppo_loss, reinforce_loss, sapo_loss
 from lightning_rlbatch.functional.value import value_loss
 
+NAN = math.nan
 LENGTHS = [3, 1, 6, 4]
 CU_SEQLENS = torch.tensor([0, 3, 4, 10, 14], dtype=torch.int32)
 MASK = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0, 0, 0], dtype=torch.bool)  # the last sample has no response token
@@ -397,3 +399,13 @@ def test_binary_kl_is_finite_for_certain_tokens():
     value = binary_kl(torch.tensor([0.0, -1e-9, -30.0]), torch.tensor([-0.5, 0.0, -0.0]))
     assert value.isfinite().all()
     assert (value >= 0).all()
+
+
+def test_the_front_takes_a_token_loss_as_it_is_and_ppo_by_default():
+    log_probs, old, advantages = (torch.tensor(column) for column in ([-0.1, -1.0, 0.0], [-0.6, -0.9, NAN], [1.0, -1.0, NAN]))
+    mask, cu_seqlens = torch.tensor([True, True, False]), torch.tensor([0, 3])
+    expected = ppo_clip_loss(log_probs, old, advantages, mask).terms
+    for loss in (None, ppo_clip_loss, PPOClip()):
+        assert torch.equal(policy_loss(log_probs, old, advantages, mask, cu_seqlens, loss=loss).terms, expected)
+    partial = functools.partial(ppo_clip_loss, clip_high=0.5)
+    assert not torch.equal(policy_loss(log_probs, old, advantages, mask, cu_seqlens, loss=partial).terms, expected)
