@@ -55,7 +55,9 @@ def continuous_batching(
     )
     plain = generation_config(do_sample=True, max_new_tokens=sampling.max_new_tokens, eos_token_id=-1, pad_token_id=pad_token_id)
     start: Any = model.init_continuous_batching  # inherited, but hidden from type checkers by the module's __getattr__
-    with torch.inference_mode():
+    # transformers seeds torch's generators anew, and samples from what is left after drawing: the run's random state must not move
+    devices = [] if model.device.type == "cpu" else [model.device]
+    with torch.random.fork_rng(devices=devices, device_type=model.device.type), torch.inference_mode():
         manager = start(generation_config=plain, continuous_batching_config=config)
         processors = manager.logit_processor
         processors.clear()  # what the model's own settings ask for, such as penalties

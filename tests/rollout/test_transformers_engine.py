@@ -57,7 +57,7 @@ def test_a_request_gives_the_same_completion_in_any_batch_order_and_share() -> N
 def test_every_method_gives_the_same_completions_whatever_the_models_own_generation_settings(sampling: SamplingParams) -> None:
     model = toy_llama()
     model.generation_config.update(repetition_penalty=3.0, temperature=0.1, top_k=1, do_sample=True, eos_token_id=12)
-    before = model.generation_config.to_dict()
+    before, state = model.generation_config.to_dict(), torch.get_rng_state()
     requests = [RolloutRequest(r.prompt_ids, r.seed, None if index % 3 else 1 + index) for index, r in enumerate(mixed_requests())]
     expected = TransformersEngine(model, pad_token_id=0).generate(requests, sampling)
     for method in ("generate", "continuous_batching"):
@@ -69,6 +69,7 @@ def test_every_method_gives_the_same_completions_whatever_the_models_own_generat
                 assert (completion.token_ids, completion.finish_reason) == (reference.token_ids, reference.finish_reason), method
                 torch.testing.assert_close(torch.tensor(completion.log_probs), torch.tensor(reference.log_probs), rtol=1e-4, atol=1e-5)
     assert model.generation_config.to_dict() == before
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_models_without_a_key_value_cache_are_sampled_by_their_own_generate() -> None:
@@ -335,7 +336,11 @@ def test_ranks_sample_from_sharded_weights_what_one_process_samples() -> None:
         engine.update_weights(full_parameters(policy))
         # unequal shares: a collective within generate would hang here
         share = range(3) if rank == 0 else range(3, len(requests))
-        return engine.generate([requests[index] for index in share], SAMPLING)
+        sampled = []
+        for engine.method in ("embedded", "generate", "continuous_batching"):
+            sampled.append(engine.generate([requests[index] for index in share], SAMPLING))
+        assert [c.token_ids for c in sampled[0]] == [c.token_ids for c in sampled[1]] == [c.token_ids for c in sampled[2]]
+        return sampled[0]
 
     first, second = run_distributed(rank_main, 2)
     assert [completion.token_ids for completion in first + second] == [completion.token_ids for completion in expected]
