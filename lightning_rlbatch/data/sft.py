@@ -1,6 +1,6 @@
 """The DataModule of supervised fine-tuning: any map-style dataset of token ids, in planned mini-batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
@@ -128,7 +128,7 @@ class SFTDataModule(pl.LightningDataModule):
         for name, source in (("train", self.train_source), ("val", self.val_source)):
             if source is not None and name not in self._loaded:
                 with fail_together(group, f"reading {name}_dataset"):
-                    self._loaded[name] = _measured(source)
+                    self._loaded[name] = _measured(source, f"{name}_dataset")
                 _, lengths, scored = self._loaded[name]
                 # Every rank plans by itself: plans from different lengths would not fit each other.
                 CollectiveCheck(group)(f"reading {name}_dataset", lengths=lengths, num_trained_tokens=scored)
@@ -192,9 +192,48 @@ class SFTDataModule(pl.LightningDataModule):
         self._restored = state_dict
 
 
-def _measured(source: DatasetSource) -> tuple[Any, list[int], list[int]]:
-    """Return a dataset with the number of tokens, and of trained tokens, of each sample."""
-    dataset: Any = source if hasattr(source, "__getitem__") else source()
-    samples = [dataset[index] for index in range(len(dataset))]
-    scored = [int(torch.as_tensor(sample["response_mask"]).sum()) for sample in samples]
-    return dataset, [len(sample["input_ids"]) for sample in samples], scored
+def _measured(source: DatasetSource, name: str) -> tuple[Any, list[int], list[int]]:
+    """Return a dataset with the number of tokens, and of trained tokens, of each sample.
+
+    Args:
+        source: See ``DatasetSource``.
+        name: Option to name in errors.
+
+    Raises:
+        TypeError: The source is no dataset with a length, or a sample no mapping.
+        ValueError: No samples, or one whose fields are missing or do not fit; the message names it.
+    """
+    dataset: Any = source() if not hasattr(source, "__getitem__") and callable(source) else source
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{name} must be a map-style dataset (with __len__ and __getitem__) or a function that makes one, but is"
+            f" {type(dataset).__name__}. Make a list of a stream's samples."
+        )
+    if not len(dataset):
+        raise ValueError(f"{name} has no samples.")
+    counts = [_counts(dataset[index], f"{name}: sample {index}") for index in range(len(dataset))]
+    return dataset, [length for length, _ in counts], [scored for _, scored in counts]
+
+
+def _counts(sample: Any, place: str) -> tuple[int, int]:
+    if not isinstance(sample, Mapping):
+        raise TypeError(f"{place} must be a mapping with input_ids and response_mask but is {type(sample).__name__}.")
+    missing = [field for field in ("input_ids", "response_mask") if field not in sample]
+    if missing:
+        hint = " Trained tokens are those whose label is not -100: response_mask = labels != -100." if "labels" in sample else ""
+        raise ValueError(f"{place} has no {missing[0]!r}; it has {sorted(sample)}.{hint}")
+    length = len(sample["input_ids"])
+    try:
+        mask = torch.as_tensor(sample["response_mask"])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{place}: response_mask must hold 0 and 1, or booleans ({error}).") from None
+    if mask.shape != (length,) or not length:
+        raise ValueError(
+            f"{place} has {length} input_ids and a response_mask of shape {list(mask.shape)}: one value per token, at least one."
+        )
+    if bool(mask[0]):
+        raise ValueError(
+            f"{place}: response_mask is 1 at the first token, but nothing precedes it, so that it cannot be predicted. Set it to 0 there,"
+            " or put a beginning-of-sequence token before it."
+        )
+    return length, int(mask.sum())
