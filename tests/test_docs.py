@@ -22,7 +22,7 @@ from lightning_rlbatch.cli import RLBatchCLI
 from lightning_rlbatch.cli.explanation import explain
 from lightning_rlbatch.cli.main import main
 from lightning_rlbatch.cli.run_config import run_config
-from lightning_rlbatch.functional import PPOClip
+from lightning_rlbatch.functional import GAE, GRPO, PPOClip
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -270,11 +270,11 @@ def test_every_name_of_the_reference_exists_and_every_public_class_is_in_it():
 def test_our_names_in_the_tables_of_migration_exist():
     classes = [
         lightning_rlbatch.PPOModule, lightning_rlbatch.RolloutDataModule, lightning_rlbatch.RLBatchFSDPStrategy, pl.Trainer, PPOClip,
-        pl.callbacks.ModelCheckpoint, RolloutLogger, BalanceMonitor,
+        pl.callbacks.ModelCheckpoint, RolloutLogger, BalanceMonitor, GRPO, GAE,
     ]  # fmt: skip
     ours = [base for cls in classes for base in cls.__mro__ if base is cls or base.__module__.startswith("lightning_rlbatch.")]
     known = {name for cls in ours for name in [*inspect.signature(cls).parameters, *vars(cls)]}
-    known |= {"init_args", "class_path", "my_project"}
+    known |= {"init_args", "class_path", "my_project", "chat_template_kwargs", "ckpt_path"}
     functional = importlib.import_module("lightning_rlbatch.functional").__all__
     for row in (ROOT / "docs" / "migration.md").read_text().splitlines():
         cells = row.split("|")
@@ -286,4 +286,4 @@ def test_our_names_in_the_tables_of_migration_exist():
             assert all(word in functional or hasattr(lightning_rlbatch, word) or word in EXTERNAL for word in classes_named), code
 
 
-EXTERNAL = {"ModelCheckpoint", "RolloutCorrection", "RolloutLogger", "VLLMEngine"}
+EXTERNAL = {"ModelCheckpoint", "RolloutCorrection", "RolloutLogger", "ThroughputMonitor", "VLLMEngine"}
