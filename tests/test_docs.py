@@ -274,7 +274,7 @@ def test_our_names_in_the_tables_of_migration_exist():
     ]  # fmt: skip
     ours = [base for cls in classes for base in cls.__mro__ if base is cls or base.__module__.startswith("lightning_rlbatch.")]
     known = {name for cls in ours for name in [*inspect.signature(cls).parameters, *vars(cls)]}
-    known |= {"init_args", "class_path", "my_project", "chat_template_kwargs", "ckpt_path"}
+    known |= {"init_args", "class_path", "my_project", "chat_template_kwargs", "ckpt_path", "rlbatch_fsdp"}
     functional = importlib.import_module("lightning_rlbatch.functional").__all__
     for row in (ROOT / "docs" / "migration.md").read_text().splitlines():
         cells = row.split("|")
