@@ -16,7 +16,6 @@ from lightning_rlbatch.distributed.reductions import all_reduce_max, all_reduce_
 from lightning_rlbatch.functional.filters import overlong_penalty, zero_variance_groups
 from lightning_rlbatch.functional.metrics import length_metrics
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.preparation import RolloutPreparation
 from lightning_rlbatch.modules.reward_model import score_sequences
 from lightning_rlbatch.modules.sampling import Rollout, RolloutSampler, pack_rollouts
@@ -59,7 +58,7 @@ class RolloutCollector:
             rollouts = self._sample()
             if module.reward_scorer is not None:
                 with self._timed("reward_model"):
-                    self._score_with_model(module.reward_scorer, rollouts, options)
+                    add_model_rewards(module, rollouts, options)
             with self._timed("exchange"):
                 samples = self._with_penalty(pack_rollouts(rollouts, sampler.own.start, len(module.component_names)))
                 table = gather_table(samples, self._group_ids(), sampler.prompts.rollouts_per_prompt, self.meshes)
@@ -82,14 +81,6 @@ class RolloutCollector:
             self.sampler.greedy_baselines(rollouts, sampling)
         self.module.rollout_engine.sleep()  # its memory belongs to scoring and the update now
         return rollouts
-
-    def _score_with_model(self, scorer: TokenScorer, rollouts: list[Rollout], options: BatchingOptions) -> None:
-        sequences = [[*rollout.prompt_ids, *rollout.completion.token_ids] for rollout in rollouts]
-        scores = score_sequences(sequences, scorer, options, self.meshes, self.module.device)
-        for rollout, score in zip(rollouts, scores):
-            weighted = self.module.reward_model_weight * score
-            rollout.reward = weighted if math.isnan(rollout.reward) else rollout.reward + weighted
-            rollout.components.append(score)
 
     def _with_penalty(self, samples: PackedBatch) -> PackedBatch:
         buffer = self.module.overlong_buffer
@@ -145,20 +136,21 @@ def score_rollouts(module: "PPOModule", store: RolloutStore) -> None:
         store.update(per_token=store.score(_named(name, forward), role=role))
 
 
-def evaluate_prompts(module: "PPOModule", prompts: PromptBatch, batch_index: int) -> dict[str, float]:
-    """Sample and reward this rank's share of a validation batch.
+def add_model_rewards(module: "PPOModule", rollouts: Sequence[Rollout], options: BatchingOptions) -> None:
+    """Add the reward model's scores to rollouts, in place; collective over all ranks.
 
     Args:
-        module: The PPO module, its engine's weights up to date.
-        prompts: Prompts over all ranks.
-        batch_index: Number of the batch within the pass: every pass draws the same random numbers, so that passes compare policies.
-
-    Returns:
-        Sums to add over batches and ranks; the same names on every rank.
+        module: The PPO module, with a reward model.
+        rollouts: This rank's, any number.
+        options: How they are cut; the forward-only budget applies.
     """
-    sampler = RolloutSampler(module, prompts, VALIDATION_STREAM + batch_index, "Validation rollouts")
-    with scoring_context(module):
-        return rollout_sums(module.reward_names, sampler.sample(module.sampling(prompts, temperature=module.validation_temperature)))
+    assert module.reward_scorer is not None
+    sequences = [[*rollout.prompt_ids, *rollout.completion.token_ids] for rollout in rollouts]
+    scores = score_sequences(sequences, module.reward_scorer, options, module.meshes, module.device)
+    for rollout, score in zip(rollouts, scores):
+        weighted = module.reward_model_weight * score
+        rollout.reward = weighted if math.isnan(rollout.reward) else rollout.reward + weighted
+        rollout.components.append(score)
 
 
 def sync_weights(module: "PPOModule") -> None:

@@ -24,14 +24,7 @@ from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB
 from lightning_rlbatch.modules.adapters import adapters_off
 from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory, default_optimizer
-from lightning_rlbatch.modules.collection import (
-    VALIDATION_STREAM,
-    RolloutCollector,
-    evaluate_prompts,
-    reward_metrics,
-    score_rollouts,
-    sync_weights,
-)
+from lightning_rlbatch.modules.collection import VALIDATION_STREAM, RolloutCollector, score_rollouts, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource
 from lightning_rlbatch.modules.ppo_checks import check_ppo_options
@@ -41,6 +34,7 @@ from lightning_rlbatch.modules.preparation import RolloutPreparation, data_paral
 from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards, reward_names
 from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.modules.turns import Environment
+from lightning_rlbatch.modules.validation import evaluate_prompts, validation_metrics
 from lightning_rlbatch.rollout.engine import SamplingParams
 
 _STATE = "rlbatch_ppo"  # key in Lightning checkpoints
@@ -337,7 +331,7 @@ class PPOModule(PPORoles):
     @override
     def on_validation_epoch_end(self) -> None:
         self.rollout_engine.sleep()
-        metrics = reward_metrics(all_reduce_sums(self._validation_sums, self.meshes.world_group), "val/")
+        metrics = validation_metrics(all_reduce_sums(self._validation_sums, self.meshes.world_group))
         # sync_dist only keeps Lightning from warning: the values are global already, equal on every rank.
         self.log_dict(metrics, batch_size=1, sync_dist=True)
 

@@ -1,12 +1,18 @@
 """Rewards of a sequence classifier, scored in packed micro-batches over ranks."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from helpers import ScriptedPPO, ToyTokenizer, make_trainer, prompts, tiny_llama, varied_reward
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.distributed.mesh import build_meshes
 from lightning_rlbatch.modules.reward_model import build_reward_scorer, score_sequences
+from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 
 SEQUENCES = [[5, 7, 9], [3], [4, 4, 4, 8, 1, 2, 30, 11], [6, 2], [9] * 13]
@@ -61,3 +67,56 @@ def test_a_classifier_with_two_labels_is_refused() -> None:
 
     with pytest.raises(ValueError, match="one output"):
         build_reward_scorer(two_labels, remove_padding=True, sp_group=None)
+
+
+VALIDATED = "gac"  # answered by 7, 1 and 3 tokens
+
+
+class Watched(ScriptedPPO):
+    """Keeps the tokens that it rewarded last: those of validation."""
+
+    def compute_rewards(self, **arguments: Any) -> Any:
+        self.seen = [ToyTokenizer().encode(prompt) + list(ids) for prompt, ids in zip(arguments["prompts"], arguments["completion_ids"])]
+        return super().compute_rewards(**arguments)
+
+
+def validated(rank: int, world_size: int, functions: list[Any], sp_size: int = 1) -> tuple[dict[str, float], list[list[int]]]:
+    module = Watched(tiny_llama, functions, reward_model=reward_model, reward_model_weight=2.0)
+    data = RolloutDataModule(
+        lambda: prompts("ab"),
+        ToyTokenizer(),
+        val_prompts=lambda: prompts(VALIDATED),
+        val_rollouts_per_prompt=4,
+        train_batch_size=2,
+        mini_batch_size=2,
+        rollouts_per_prompt=2,
+        max_prompt_length=1,
+        max_response_length=7,
+        max_tokens_per_rank=12,
+    )
+    trainer = make_trainer(world_size, RLBatchFSDPStrategy(sp_size), limit_val_batches=1.0)
+    trainer.validate(module, datamodule=data, verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.seen
+
+
+def test_validation_has_the_reward_models_scores_and_the_best_of_k_tries_on_any_number_of_ranks() -> None:
+    def fn(rank: int, world_size: int, sp_size: int = 1) -> Any:
+        return validated(rank, world_size, [varied_reward], sp_size), validated(rank, world_size, [], sp_size)
+
+    ((found, sequences), (alone, _)) = run_distributed(fn, 1, init_process_group=False)[0]
+    assert len(sequences) == 12
+    model = reward_model().eval()
+    with torch.no_grad():
+        scores = [float(model(torch.tensor([sequence])).logits) for sequence in sequences]
+    rewards = [2.0 * score + 1.0 + sum(sequence[1:]) % 7 for score, sequence in zip(scores, sequences)]
+    assert found["val/reward/reward_model"] == pytest.approx(sum(scores) / 12, rel=1e-4)
+    assert found["val/reward/mean"] == pytest.approx(sum(rewards) / 12, rel=1e-4)
+    assert alone["val/reward/mean"] == pytest.approx(2.0 * sum(scores) / 12, rel=1e-4)  # a NaN if only functions counted
+    groups = [rewards[start : start + 4] for start in (0, 4, 8)]
+    for k in (2, 4):
+        best = [max(tries) for group in groups for tries in itertools.combinations(group, k)]
+        assert found[f"val/reward/best_of_{k}"] == pytest.approx(sum(best) / len(best), rel=1e-4)
+    for world_size, sp_size in ((2, 1), (2, 2)):
+        for (other, _), (other_alone, _) in run_distributed(fn, world_size, sp_size, init_process_group=False):
+            assert other == pytest.approx(found, rel=1e-4)
+            assert other_alone == pytest.approx(alone, rel=1e-4)
