@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_rlbatch.cli.imports import is_import_path
 from lightning_rlbatch.cli.rules_training import class_name, model_config
-from lightning_rlbatch.cli.run_config import RunConfig
+from lightning_rlbatch.cli.run_config import RunConfig, load_pure
 
 _STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Muon": 1}
 _TRUE_PRECISIONS = {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}
@@ -83,7 +83,8 @@ def estimate_memory(run: RunConfig, facts: ModelFacts | None) -> MemoryEstimate 
     optimizer, states = _optimizer(run)
     host = IN_HOST_MEMORY if run.strategy.get("cpu_offload") is True else ""
     # Reducing once per optimizer step keeps whole gradients until the last micro-batch.
-    gathers = run.sharded and shards > 1 and run.strategy.get("grad_sync") == "last"
+    once = load_pure("functional.gradient_sync").reduces_once(run.strategy.get("grad_sync"), facts.num_trained)
+    gathers = run.sharded and shards > 1 and once
     notes = ("grad_sync: last keeps whole gradients on every rank until the last micro-batch; every keeps shards",) if gathers else ()
     parts: dict[str, int] = {}
     critic = run.model.get("critic")

@@ -3,10 +3,8 @@
 import dataclasses
 import functools
 import uuid
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -23,14 +21,13 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.distributed.mesh import Meshes, build_meshes, check_world
+from lightning_rlbatch.functional.gradient_sync import GradientSync
 from lightning_rlbatch.strategies.atomic import AtomicCheckpointIO
-from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
 from lightning_rlbatch.strategies.compatibility import check_lightning_module, check_links, mixed_up_packages
 from lightning_rlbatch.strategies.failure import FailureReport, require_ranks
 from lightning_rlbatch.strategies.launch import ProcessLauncher, ScriptLauncher
@@ -38,15 +35,13 @@ from lightning_rlbatch.strategies.materialize import Materializer
 from lightning_rlbatch.strategies.precision import convert_parameters, fsdp_precision, mixed_precision_policy
 from lightning_rlbatch.strategies.sharding import (
     ShardingOptions,
-    reduces_unused_parameters,
-    require_same_gradients,
     require_sharded,
     shard,
-    shardable_roots,
 )
+from lightning_rlbatch.strategies.synchronization import SynchronizingStrategy
 
 
-class RLBatchFSDPStrategy(CheckpointingStrategy):
+class RLBatchFSDPStrategy(SynchronizingStrategy):
     """Shard parameters, gradients and optimizer states over all ranks; share samples inside sequence-parallel groups.
 
     The world is ``data_parallel x sequence_parallel``; FSDP2 shards over all of it, or over
@@ -65,7 +60,8 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         reference_cpu_offload: Keep the shards of frozen models (the reference policy) in host memory.
         activation_checkpointing: Compute the activations of each block again in the backward pass, to save memory.
         grad_sync: ``"last"`` reduces gradients once per optimizer step, after the last micro-batch; whole gradients lie on every rank
-            until then. ``"every"`` reduces after each micro-batch: more communication, a shard's memory. The numbers are the same.
+            until then. ``"every"`` reduces after each micro-batch: more communication, a shard's memory. ``"auto"`` is ``"last"`` for
+            models of up to 1.07 billion trained parameters (4 GiB of gradients), else ``"every"``. The numbers are the same.
         compile_backend: Backend with which ``torch.compile`` compiles each block, such as ``"inductor"``; None does not compile.
         save_distributed_checkpoint: True writes a folder with one file per rank, False one ordinary file.
         async_save: Write checkpoints in the background while training goes on; they cost a copy of their size in host memory. The next
@@ -103,7 +99,7 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         cpu_offload: bool = False,
         reference_cpu_offload: bool = False,
         activation_checkpointing: bool = False,
-        grad_sync: Literal["every", "last"] = "last",
+        grad_sync: GradientSync = "auto",
         compile_backend: str | None = None,
         save_distributed_checkpoint: bool = False,
         async_save: bool = False,
@@ -130,8 +126,8 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         self.data_parallel_replicate_size = data_parallel_replicate_size
         self.wrap_cls = wrap_cls
         self.reshard_after_forward = reshard_after_forward
-        if grad_sync not in ("every", "last"):
-            raise ValueError(f"Expected grad_sync to be 'every' or 'last' but got {grad_sync!r}.")
+        if grad_sync not in get_args(GradientSync):
+            raise ValueError(f"Expected grad_sync to be 'auto', 'every' or 'last' but got {grad_sync!r}.")
         self.cpu_offload = cpu_offload
         self.reference_cpu_offload = reference_cpu_offload
         self.activation_checkpointing = activation_checkpointing
@@ -261,20 +257,13 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
             compile_backend=self.compile_backend,
         )
         frozen = dataclasses.replace(options, cpu_offload=self.cpu_offload or self.reference_cpu_offload)
-        for root in [root for root in self._roots(module) if not isinstance(root, FSDPModule)]:
+        for root in [root for root in self.roots(module) if not isinstance(root, FSDPModule)]:
             convert_parameters(root, self.precision_plugin)
             materializer = Materializer(self.root_device, self.meshes.world_group)
             materializer.require_equal(root)
             is_trained = any(parameter.requires_grad for parameter in root.parameters())
             shard(root, options if is_trained else frozen, materializer)
         require_sharded(module)
-
-    @staticmethod
-    def _roots(module: nn.Module) -> Iterable[nn.Module]:
-        yield from (root for _, root in shardable_roots(module))
-        unregistered = getattr(module, "unregistered_modules", None)
-        if unregistered is not None:
-            yield from unregistered()
 
     @override
     def model_to_device(self) -> None:
@@ -292,39 +281,6 @@ class RLBatchFSDPStrategy(CheckpointingStrategy):
         super().teardown()
         if self.failure_report is not None:
             self.failure_report.close()
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keep gradients unreduced on each rank; the first backward outside of the context reduces their sum."""
-        assert self.model is not None
-        roots = [root for root in self._roots(self.model) if isinstance(root, FSDPModule)]
-
-        def switch(on: bool) -> None:
-            for root in roots:
-                if self.grad_sync == "last":
-                    root.set_requires_gradient_sync(on)
-                elif self.data_parallel_replicate_size > 1:  # each backward leaves a reduced shard; replicas add theirs up at the end
-                    root.set_requires_all_reduce(on)
-
-        switch(False)
-        try:
-            yield
-        finally:
-            switch(True)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: "pl.LightningModule | nn.Module | None" = None,
-        **kwargs: Any,
-    ) -> Any:
-        if not reduces_unused_parameters():
-            assert self.model is not None
-            require_same_gradients(self.model, self.meshes.world_group)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

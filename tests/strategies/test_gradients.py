@@ -26,7 +26,7 @@ from lightning_rlbatch.functional import GAE
 from lightning_rlbatch.functional.aggregation import aggregate
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules import MicroBatchOutput, PPOModule
-from lightning_rlbatch.strategies import RLBatchFSDPStrategy, fsdp, sharding
+from lightning_rlbatch.strategies import RLBatchFSDPStrategy, sharding, synchronization
 from lightning_rlbatch.testing import run_distributed
 
 CLIP = 0.01
@@ -205,7 +205,7 @@ def test_ranks_that_use_different_parameters_train_each_with_its_own_gradient():
 
 
 def test_torch_that_cannot_reduce_unused_parameters_raises_on_every_rank_by_name(monkeypatch):
-    for module in (fsdp, sharding):
+    for module in (synchronization, sharding):
         monkeypatch.setattr(module, "reduces_unused_parameters", lambda: False)
 
     def fn(rank, world_size):
