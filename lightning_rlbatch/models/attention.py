@@ -25,7 +25,20 @@ from lightning_rlbatch.distributed.ulysses import ulysses_attention
 from lightning_rlbatch.models.attention_backends import Backend, select_attention
 from lightning_rlbatch.models.packed_inputs import LENGTHS, PackedLengths
 from lightning_rlbatch.models.probe import check_heads, check_model, decoder_of, has_whole_weights, probe_packed_attention, rotary_limit
-from lightning_rlbatch.models.registration import NAME, RECORD, register
+from lightning_rlbatch.models.registration import NAME, NO_MASK_SHAPE, RECORD, register
+
+# What packed_model_kwargs passes and the decoder of a causal LM gets; a call with more may ask for a mask with a rule of its own.
+_PLAIN = {
+    "input_ids",
+    "inputs_embeds",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    LENGTHS,
+    "use_cache",
+}
 
 
 class ForwardRecord:
@@ -73,6 +86,8 @@ class PackedAttention:
         sp_size: P.
         num_layers: Attention layers that every forward must run.
         num_forwards: Forward passes that ran, each with every layer.
+        stand_in: Whether plain calls get an empty mask, which spares transformers a read from the device: without any mask it looks for
+            packed samples among the position ids. Only models that were probed with it get one.
     """
 
     def __init__(self, model: PreTrainedModel, sp_group: dist.ProcessGroup | None, backend: Backend) -> None:
@@ -81,6 +96,7 @@ class PackedAttention:
         self.attention = select_attention(backend)
         self.num_layers = int(model.config.get_text_config().num_hidden_layers)
         self.num_forwards = 0
+        self.stand_in = False
         self._rotary_limit = rotary_limit(model.config)
         self._model = model
         self._record: ForwardRecord | None = None
@@ -151,7 +167,11 @@ class PackedAttention:
                 "at a time (remove_padding: false, micro_batch_size: 1)."
             )
         self._record = ForwardRecord(self, lengths, cu_seqlens)
-        return args, kwargs | {LENGTHS: lengths, "use_cache": False, RECORD: self._record}
+        added = {LENGTHS: lengths, "use_cache": False, RECORD: self._record}
+        if self.stand_in and not args and all(value is None or name in _PLAIN for name, value in kwargs.items()):
+            device = next(value.device for value in kwargs.values() if isinstance(value, Tensor))
+            added["attention_mask"] = torch.empty(NO_MASK_SHAPE, dtype=torch.bool, device=device)  # bool: no mixed precision casts it
+        return args, kwargs | added
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         record, self._record = self._record, None
@@ -216,6 +236,11 @@ def attach_packed_attention(
         if probe and has_whole_weights(model):
             with handle.alone():
                 probe_packed_attention(model)
+                handle.stand_in = True
+                try:
+                    probe_packed_attention(model)
+                except Exception:  # a decoder that reads its mask
+                    handle.stand_in = False
         undo.pop_all()
     return handle
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_rlbatch.distributed.ulysses import shard_sequence
 from lightning_rlbatch.functional.kl import full_kl
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.models.scorer import TokenScorer, shift_to_sources
+from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.models.scoring import ACCELERATOR_TILE, CPU_TILE, DIRECT_ELEMENTS
 from lightning_rlbatch.models.scoring_tiles import Head, Tiles, accumulation_dtype
 
@@ -86,10 +85,7 @@ class FullKLScorer(TokenScorer):
             arguments = {"with_log_probs": with_log_probs, "with_entropy": with_entropy, "with_values": with_values}
             return super().forward(batch, temperature=temperature, **arguments)
         self._check_request(batch, temperature, True, with_values)
-        targets, scored = (shard_sequence(column, self.sp_group) for column in shift_to_sources(batch))
-        sources = scored.nonzero().squeeze(1)
-        if sources.numel() == 0:
-            sources = sources.new_zeros(1)
+        targets, scored, sources = self.positions.find(batch)
         states = self._hidden_states(batch)[sources]
         if isinstance(reference, str):
             return self._own_head(states)

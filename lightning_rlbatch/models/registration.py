@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_rlbatch.models.attention import ForwardRecord
 
 NAME = "rlbatch_varlen"
+NO_MASK_SHAPE = (1, 1, 1, 0)  # of a stand-in: transformers hands a mask of four dimensions on as it is, without looking at positions
 RECORD = "packed_attention"  # keyword argument that carries the model's own state from its hook to its attention layers
 # What attention layers of transformers are known to receive beyond what is handled below, without any effect on attention.
 _UNSUPPORTED = ("position_bias", "head_mask", "block_table", "cache", "past_key_values")
@@ -78,7 +79,7 @@ def attention_forward(
         query: ``[1, Hq, t, D]``, t the tokens of this rank.
         key: ``[1, Hk, t, D]``, heads not repeated.
         value: ``[1, Hk, t, Dv]``.
-        attention_mask: None: see :func:`refuse_padding`.
+        attention_mask: None, see :func:`refuse_padding`, or an empty stand-in of ``NO_MASK_SHAPE``.
         dropout: Probability of dropping an attention weight.
         scaling: Factor on the scores; None means ``D ** -0.5``.
         is_causal: None means the layer's own attribute, else True.
@@ -100,7 +101,7 @@ def attention_forward(
             f"{type(module).__name__} did not receive the keyword argument {RECORD!r}. Either the model was not prepared with "
             "attach_packed_attention, or its layers do not pass keyword arguments on: then packed attention cannot be used with it."
         )
-    if attention_mask is not None or kwargs.get("output_attentions"):
+    if (attention_mask is not None and attention_mask.shape != NO_MASK_SHAPE) or kwargs.get("output_attentions"):
         raise ValueError("Packed attention takes no attention mask and returns no attention weights. Use handle.paused() for such a call.")
     asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if asked or query.shape[0] != 1 or query.shape[2] != key.shape[2]:

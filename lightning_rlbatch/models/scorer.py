@@ -24,6 +24,7 @@ from lightning_rlbatch.models.attention import PackedAttention, attach_packed_at
 from lightning_rlbatch.models.attention_backends import Backend
 from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
 from lightning_rlbatch.models.probe import has_whole_weights, probe_lm_head
+from lightning_rlbatch.models.scored_positions import ScoredPositions
 from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB, check_head_memory, token_log_probs
 
 
@@ -83,6 +84,7 @@ class TokenScorer(nn.Module):
 
     Attributes:
         attention: The `PackedAttention` of the model, None without ``remove_padding``.
+        positions: Finds what is scored; ``positions.prepare(micro_batches)`` spares each forward a read from the device.
 
     Raises:
         ValueError: Sequence parallelism together with padding, or a model that packed attention cannot run exactly.
@@ -116,6 +118,7 @@ class TokenScorer(nn.Module):
         check_head_memory(head_memory_mib)
         self.model = model
         self.sp_group = sp_group
+        self.positions = ScoredPositions(sp_group)
         self.head_memory_mib = head_memory_mib
         self.logit_scale, self.softcap = logit_adjustments(model)
         self.value_head = _make_value_head(model) if value_head else None
@@ -177,10 +180,7 @@ class TokenScorer(nn.Module):
             RuntimeError: A head's weight is sharded: its FSDP group is not the scorer's own.
         """
         self._check_request(batch, temperature, with_log_probs or with_entropy, with_values)
-        targets, scored = (shard_sequence(column, self.sp_group) for column in shift_to_sources(batch))
-        sources = scored.nonzero().squeeze(1)
-        if sources.numel() == 0:
-            sources = sources.new_zeros(1)
+        targets, scored, sources = self.positions.find(batch)
         states = self._hidden_states(batch)[sources]
         columns: list[Tensor] = []
         if with_log_probs or with_entropy:
@@ -264,25 +264,6 @@ class TokenScorer(nn.Module):
         local = column.new_zeros(scored.shape[0]).index_copy(0, sources, torch.where(scored[sources], column, 0.0))
         everywhere = gather_sequence(local, self.sp_group, num_tokens)
         return torch.cat([everywhere.new_zeros(1), everywhere[:-1]])
-
-
-def shift_to_sources(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return what each position predicts and whether that is scored.
-
-    Args:
-        batch: Read are ``input_ids`` and ``response_mask``; without the latter every token but a sample's first is scored.
-
-    Returns:
-        ``(targets, scored)``: [T] int64 the next token, [T] bool. Both are without meaning, and False, at the last token of a sample.
-
-    Example:
-        >>> batch = PackedBatch([0, 3, 5], {"input_ids": torch.tensor([7, 8, 9, 5, 6])})
-        >>> shift_to_sources(batch)[1].tolist()
-        [True, True, False, True, False]
-    """
-    targets = batch["input_ids"].roll(-1)
-    scored = batch["response_mask"].roll(-1) if "response_mask" in batch else torch.ones_like(targets, dtype=torch.bool)
-    return targets, scored.index_fill(0, batch.cu_seqlens[1:].long() - 1, False)
 
 
 def logit_adjustments(model: PreTrainedModel) -> tuple[float, float | None]:

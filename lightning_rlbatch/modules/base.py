@@ -23,6 +23,7 @@ from lightning_rlbatch.distributed.mesh import Meshes, single_process_meshes
 from lightning_rlbatch.distributed.reductions import all_reduce_sums, gradient_scale
 from lightning_rlbatch.functional.aggregation import Denominators
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.hyperparameters import hyperparameters
 from lightning_rlbatch.modules.step_sums import accumulate, ratios
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
@@ -244,6 +245,8 @@ class RLBatchModule(pl.LightningModule):
             num_micro_steps=[len(micro_batches) for micro_batches, _ in passes],
             plan=None if batch.plan is None else batch.plan.assignment,
         )
+        for scorer in (child for child in self.children() if isinstance(child, TokenScorer)):
+            scorer.positions.prepare([micro_batch for micro_batches, _ in passes for micro_batch in micro_batches])
         # DDP reduces once per step, in a backward pass that reaches every parameter: the passes' last losses go through it together.
         joined: list[Tensor] = []
         joins = isinstance(self.trainer.strategy, DDPStrategy)

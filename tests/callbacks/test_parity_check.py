@@ -6,8 +6,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_rlbatch.callbacks.parity_check import ParityCheck
 from lightning_rlbatch.data.batching import BatchingOptions
-from lightning_rlbatch.models import scorer
-from lightning_rlbatch.models.scorer import shift_to_sources
+from lightning_rlbatch.models import scored_positions
+from lightning_rlbatch.models.scored_positions import shift_to_sources
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
@@ -38,7 +38,7 @@ def the_last_token_scored_with_its_neighbour(batch):
 
 
 def test_a_layout_that_differs_ends_the_run_on_every_rank(monkeypatch):
-    monkeypatch.setattr(scorer, "shift_to_sources", the_last_token_scored_with_its_neighbour)
+    monkeypatch.setattr(scored_positions, "shift_to_sources", the_last_token_scored_with_its_neighbour)
 
     def fn(rank, world_size):
         with pytest.raises(RuntimeError, match=r"(?s)does not compute the same in every layout.*dp=2, sp=1 .*DIFFERS"):

@@ -7,7 +7,8 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.models.scorer import TokenScorer, ValueHead, shift_to_sources
+from lightning_rlbatch.models.scored_positions import shift_to_sources
+from lightning_rlbatch.models.scorer import TokenScorer, ValueHead
 
 VOCABULARY = 50
 SIZES: dict[str, Any] = {

@@ -10,9 +10,10 @@ from torch import Tensor
 from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.distributed.ulysses import gather_sequence
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.models import parity, scorer
+from lightning_rlbatch.models import parity, scored_positions, scorer
 from lightning_rlbatch.models.packed_inputs import PackedLengths, packed_model_kwargs
-from lightning_rlbatch.models.scorer import TokenScorer, shift_to_sources
+from lightning_rlbatch.models.scored_positions import shift_to_sources
+from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.testing import run_distributed
 from lightning_rlbatch.testing.parity import ParityReport, ParityRow, assert_parity, compare_layouts, random_batch
 
@@ -134,7 +135,7 @@ def labels_sliced_before_they_are_shifted(patch: pytest.MonkeyPatch) -> None:
         size = -(-batch.num_tokens // 2)
         return torch.cat([shard.roll(-1) for shard in batch["input_ids"].split(size)]), scored
 
-    patch.setattr(scorer, "shift_to_sources", shift)
+    patch.setattr(scored_positions, "shift_to_sources", shift)
 
 
 def no_document_mask(patch: pytest.MonkeyPatch) -> None:
@@ -162,7 +163,7 @@ def the_last_token_scored_with_its_neighbour(patch: pytest.MonkeyPatch) -> None:
         targets, scored = shift_to_sources(batch)
         return targets, torch.ones_like(scored)
 
-    patch.setattr(scorer, "shift_to_sources", shift)
+    patch.setattr(scored_positions, "shift_to_sources", shift)
 
 
 @pytest.mark.parametrize(
