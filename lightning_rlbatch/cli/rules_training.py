@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_rlbatch.cli.findings import Findings, note, refused, without_effect
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
+from lightning_rlbatch.cli.signatures import literal_values
 
 _NEEDS_GROUPS = ("GRPO", "DrGRPO", "RLOO", "GPG", "PassAtK", "OPO", "ReinforcePlusPlusBaseline", "GDPO")
 
@@ -18,6 +19,7 @@ def check_training(run: RunConfig) -> Findings:
         yield from _check_critic(run)
         yield from _check_losses(run)
         yield from _check_rollouts(run)
+        yield from _check_sampling(run)
     if run.kind == "replay":
         yield from _check_replay(run)
     yield from _check_validation(run)
@@ -111,14 +113,21 @@ def _check_losses(run: RunConfig) -> Findings:
     weights, functions = model.get("reward_weights"), model.get("reward_functions")
     if isinstance(weights, list) and isinstance(functions, list) and len(weights) != len(functions):
         yield refused("reward_weights", text=f"{len(weights)} reward_weights for {len(functions)} reward_functions. Give one weight each.")
-    if isinstance(functions, list) and not functions:
-        yield refused("reward_functions", text="Expected at least one reward function.")
+    if isinstance(functions, list) and not functions and model.get("reward_model") is None:
+        yield refused("reward_functions", text="Expected at least one reward function, or a reward_model.")
     norm, mode = model.get("loss_norm_constant"), model.get("loss_aggregation")
     if (mode == "seq-mean-token-sum-norm") != (norm is not None):
         yield refused(
             "loss_norm_constant",
             text=f"loss_norm_constant={norm} with loss_aggregation={mode}: the two belong together.",
         )
+    kinds = literal_values("lightning_rlbatch.functional.kl", "KLKind") or ()
+    for name in ("kl_kind", "kl_reward_kind"):
+        kind = model.get(name)
+        if isinstance(kind, str) and kinds and kind not in kinds:
+            yield refused(name, text=f"`{name}` must be one of {', '.join(kinds)} but is {kind!r}.")
+        elif name == "kl_reward_kind" and isinstance(kind, str) and kind.startswith("full"):
+            yield refused(name, text=f"{name}={kind} needs logits, which rewards do not have. Use k1, k2, k3 or abs, or kl_kind: full.")
     if not model.get("kl_coefficient") and model.changed("kl_kind"):
         yield without_effect("kl_kind", "kl_coefficient is 0, so there is no KL penalty in the loss. Raise it, or drop kl_kind.")
     if model.get("kl_reward") is None and model.changed("kl_reward_kind"):
@@ -139,7 +148,7 @@ def _check_losses(run: RunConfig) -> Findings:
 def _check_rollouts(run: RunConfig) -> Findings:
     model, data = run.model, run.data
     temperature = model.get("temperature")
-    for name in ("kl_coefficient", "value_coefficient", "overlong_factor", "max_sampling_rounds"):
+    for name in ("kl_coefficient", "value_coefficient", "overlong_factor", "head_memory_mib", "max_sampling_rounds"):
         value, least = model.get(name), int(name == "max_sampling_rounds")
         if isinstance(value, int | float) and value < least:
             yield refused(name, text=f"`{name}` must be at least {least} but is {value}.")
@@ -155,6 +164,29 @@ def _check_rollouts(run: RunConfig) -> Findings:
         for name in ("top_k", "top_p", "max_rollout_batch_size", "validation_temperature"):
             if model.changed(name):
                 yield without_effect(name, "recorded rollouts are replayed: nothing is generated.")
+
+
+def _check_sampling(run: RunConfig) -> Findings:
+    model = run.model
+    if model.get("max_turns") is not None and model.get("environment") is None:
+        yield refused("max_turns", text="max_turns bounds the turns with an environment, and there is none. Set environment, or drop it.")
+    rounds = model.number("max_sampling_rounds") or 1
+    if rounds > 1 and model.get("reward_model") is not None:
+        yield refused("max_sampling_rounds", text="max_sampling_rounds looks at reward functions only. Set it to 1 with a reward_model.")
+    if rounds > 1 and run.data.get("rollouts_per_prompt") == 1:
+        yield refused(
+            "max_sampling_rounds",
+            "rollouts_per_prompt",
+            text=f"max_sampling_rounds={rounds} looks for prompts whose rollouts are all rewarded alike, but rollouts_per_prompt is 1."
+            " Raise it, or set max_sampling_rounds to 1.",
+        )
+    tensor_parallel = model.number("rollout_tensor_parallel_size") or 1
+    if tensor_parallel > 1 and model.name == "PPOModule":  # a subclass may bring such an engine
+        yield refused(
+            "rollout_tensor_parallel_size",
+            text=f"rollout_tensor_parallel_size={tensor_parallel} needs an engine that spans as many GPUs, and the default one serves one."
+            " Return a VLLMEngine from build_engine of a subclass, or set it to 1.",
+        )
 
 
 def _check_replay(run: RunConfig) -> Findings:

@@ -85,7 +85,7 @@ def class_source(path: str) -> ClassSource | None:
 def _describe(module: str, node: ast.ClassDef) -> ClassSource:
     bases = [base for base in (_base(module, expression) for expression in node.bases) if base is not None]
     ancestors = frozenset([node.name]).union(*(base.ancestors for base in bases))
-    return ClassSource(f"{module}.{node.name}", ancestors, _options(node, bases))
+    return ClassSource(f"{module}.{node.name}", ancestors, _options(module, node, bases))
 
 
 def _base(module: str, expression: ast.expr) -> ClassSource | None:
@@ -99,42 +99,68 @@ def _base(module: str, expression: ast.expr) -> ClassSource | None:
     return None if found is None else _describe(*found)
 
 
-def _options(node: ast.ClassDef, bases: list[ClassSource]) -> dict[str, Option] | None:
+def _options(module: str, node: ast.ClassDef, bases: list[ClassSource]) -> dict[str, Option] | None:
     inherited: dict[str, Option] | None = {} if len(bases) == len(node.bases) else None
     for base in reversed(bases):
         inherited = None if inherited is None or base.options is None else inherited | base.options
     init = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if init is None:
         if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-            return {**(inherited or {}), **dict(_fields(node))}
+            return {**(inherited or {}), **dict(_fields(module, node))}
         return inherited
-    own = dict(_arguments(init.args))
+    own = dict(_arguments(module, init.args))
     if init.args.kwarg is None:
         return own
     return None if inherited is None else {**inherited, **own}
 
 
-def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, Option]]:
+def _arguments(module: str, arguments: ast.arguments) -> Iterator[tuple[str, Option]]:
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     for argument, default in [*list(zip(positional, defaults))[1:], *zip(arguments.kwonlyargs, arguments.kw_defaults)]:
-        yield argument.arg, _option(argument.arg, argument.annotation, default)
+        yield argument.arg, _option(module, argument.arg, argument.annotation, default)
 
 
-def _fields(node: ast.ClassDef) -> Iterator[tuple[str, Option]]:
+def _fields(module: str, node: ast.ClassDef) -> Iterator[tuple[str, Option]]:
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and "ClassVar" not in ast.unparse(item.annotation):
-            yield item.target.id, _option(item.target.id, item.annotation, item.value)
+            yield item.target.id, _option(module, item.target.id, item.annotation, item.value)
 
 
-def _option(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Option:
+def _option(module: str, name: str, annotation: ast.expr | None, default: ast.expr | None) -> Option:
     value: Any = REQUIRED
     if default is not None:
         try:
             value = ast.literal_eval(default)
         except ValueError:
             value = UNKNOWN
-    return Option(name, value, "" if annotation is None else ast.unparse(annotation).strip("'\""))
+    text = "" if annotation is None else ast.unparse(annotation).strip("'\"")
+    base = text.removesuffix(" | None")
+    choices = literal_values(module, base) if base.isidentifier() else None
+    return Option(name, value, text if choices is None else f"Literal[{', '.join(map(repr, choices))}]{text.removeprefix(base)}")
+
+
+def literal_values(module: str, name: str) -> tuple[Any, ...] | None:
+    """Return the values of an alias ``name = Literal[...]``.
+
+    Args:
+        module: That defines or imports it.
+        name: Of the alias.
+
+    Returns:
+        None if there is no such alias.
+    """
+    tree = _tree(module)
+    for node in [] if tree is None else tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            if not isinstance(value, ast.Subscript) or not ast.unparse(value.value).endswith("Literal"):
+                return None
+            found = ast.literal_eval(value.slice)
+            return found if isinstance(found, tuple) else (found,)
+    target = _imports(module).get(name)
+    return None if target is None or not target[1] or target[0] == module else literal_values(*target)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------------------

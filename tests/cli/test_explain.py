@@ -9,6 +9,7 @@ import pytest
 from configs import RUN, config, write
 
 import lightning_rlbatch
+from lightning_rlbatch import functional
 from lightning_rlbatch.cli import main
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.explanation import explain
@@ -90,6 +91,36 @@ def test_what_explain_refuses_the_data_module_refuses_too(option):
     arguments = config(**MIS_SET[option][0])["data"]["init_args"]
     with pytest.raises(ValueError, match=option):
         lightning_rlbatch.RolloutDataModule(**arguments)
+
+
+BAD_MODULES = {
+    "reward_weights": {"reward_weights": [1.0, 2.0]},
+    "reward_functions": {"reward_functions": []},
+    "max_sampling_rounds": {"max_sampling_rounds": 2, "reward_model": "some/judge"},
+    "values": {"advantage": {"class_path": "lightning_rlbatch.functional.GAE"}},
+    "temperature": {"temperature": 0.0},
+    "loss_aggregation": {"loss_aggregation": "mean"},
+    "loss_norm_constant": {"loss_norm_constant": 5.0},
+    "kl_kind": {"kl_kind": "k9", "kl_coefficient": 0.1},
+    "kl_reward_kind": {"kl_reward_kind": "full", "kl_reward": {"class_path": "lightning_rlbatch.functional.FixedKL"}},
+    "kl_coefficient": {"kl_coefficient": -1.0},
+    "critic_lr": {"critic_lr": 1e-5},
+    "max_turns": {"max_turns": 2},
+    "head_memory_mib": {"head_memory_mib": -1.0},
+    "max_sampling_rounds to be": {"max_sampling_rounds": 0},
+}
+
+
+@pytest.mark.parametrize("words", BAD_MODULES)
+def test_what_the_module_refuses_explain_refuses_too(words):
+    made = {name: made_of(value) for name, value in BAD_MODULES[words].items()}
+    with pytest.raises(ValueError, match=words.partition(" ")[0]):
+        lightning_rlbatch.PPOModule(**{"policy": "some/model", "reward_functions": [max], **made})
+    assert explain(run_config(config(model=BAD_MODULES[words]))).refused
+
+
+def made_of(value):
+    return getattr(functional, value["class_path"].rpartition(".")[2])() if isinstance(value, dict) else value
 
 
 def test_all_errors_are_reported_at_once_and_the_exit_code_is_1(tmp_path, capsys):

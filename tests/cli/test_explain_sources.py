@@ -23,6 +23,7 @@ def project(tmp_path, monkeypatch):
     )
     (tmp_path / "needs_more.py").write_text("import not_installed_anywhere\ndef reward():\n    pass\n")
     (tmp_path / "broken.py").write_text("def reward(:\n")
+    (tmp_path / "my_engines.py").write_text("from lightning_rlbatch import PPOModule\nclass Spanning(PPOModule):\n    pass\n")
     (tmp_path / "my_models.py").write_text(
         "import helpers\n\ndef build():\n    model = helpers.tiny_llama()\n    model.lm_head.requires_grad_(False)\n    return model\n"
     )
@@ -123,6 +124,7 @@ def test_details_hold_every_option_with_its_state_and_the_first_screen_says_how_
 def test_gpus_that_share_a_rollout_engine_are_in_the_sizes_and_must_divide_the_world():
     sizes = {"train_batch_size": 128, "mini_batch_size": 32, "rollouts_per_prompt": 8}
     content = config(data=sizes, model={"rollout_tensor_parallel_size": 4}, strategy={"sequence_parallel_size": 2})
+    content["model"]["class_path"] = "my_engines.Spanning"  # the default engine serves one GPU
     rank = explain(run_config(content, world_size=16)).sizes["data-parallel rank"]
     assert rank["rollouts of 4 GPUs that share an engine"] == "256"
     content["model"]["init_args"]["rollout_tensor_parallel_size"] = 3
