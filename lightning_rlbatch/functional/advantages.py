@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lightning_rlbatch.functional.segments import sanitize, segment_ids, segment
 
 
 def gae(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, lam: float = 1.0
+    rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor | Sequence[int], gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute generalized advantage estimates over the response tokens of each sample.
 
@@ -45,6 +46,8 @@ def gae(
     _check_unit_interval(gamma=gamma, lam=lam)
     packed, owner = _compact(response_mask, cu_seqlens)
     rewards, values = (sanitize(as_rewards(field).detach(), response_mask) for field in (rewards, values))
+    dtype = torch.promote_types(rewards.dtype, values.dtype)
+    rewards, values = rewards.to(dtype), values.to(dtype)
     v = values[packed]
     delta = rewards[packed] + gamma * _next(v, owner) - v
     a = _discounted_suffix_sum(delta, owner, gamma * lam)
@@ -53,7 +56,7 @@ def gae(
     return advantages, returns
 
 
-def discounted_returns(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0) -> Tensor:
+def discounted_returns(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tensor | Sequence[int], gamma: float = 1.0) -> Tensor:
     """Sum the rewards from each response token to the end of its sample: G_t = r_t + gamma G_t', t' the next response token.
 
     Source: Sutton and Barto, "Reinforcement Learning: An Introduction", 2nd ed., 2018, eq. 3.9.
@@ -82,7 +85,7 @@ def discounted_returns(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tenso
     return out
 
 
-def place_rewards(rewards: Rewards, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def place_rewards(rewards: Rewards, response_mask: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     """Put each sample's reward at its last response token.
 
     Args:
@@ -106,7 +109,7 @@ def place_rewards(rewards: Rewards, response_mask: Tensor, cu_seqlens: Tensor) -
     return out
 
 
-def token_sums(per_token: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def token_sums(per_token: Tensor, response_mask: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     """Sum each sample's response tokens, for example token rewards into the outcome that group estimators compare.
 
     Args:
@@ -124,7 +127,7 @@ def token_sums(per_token: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> 
     return segment_sum(sanitize(per_token, response_mask), cu_seqlens)
 
 
-def spread_to_tokens(per_sample: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def spread_to_tokens(per_sample: Tensor, response_mask: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     """Give each response token its sample's value, 0 elsewhere.
 
     Args:
@@ -214,7 +217,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, global_mome
     return sanitize(out.to(x.dtype), mask)
 
 
-def _compact(response_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _compact(response_mask: Tensor, cu_seqlens: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the positions of the response tokens and the sample that owns each, ``[M]`` both."""
     packed = response_mask.nonzero().squeeze(-1)
     return packed, segment_ids(cu_seqlens, response_mask.shape[0])[packed]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -35,7 +36,7 @@ class Denominators:
     norm_constant: float | None = None
 
     @classmethod
-    def local(cls, response_mask: Tensor, cu_seqlens: Tensor, norm_constant: float | None = None) -> Denominators:
+    def local(cls, response_mask: Tensor, cu_seqlens: Tensor | Sequence[int], norm_constant: float | None = None) -> Denominators:
         """Count one piece. Sum over pieces and ranks (``counts``, ``from_counts``) before use.
 
         Args:
@@ -63,7 +64,9 @@ class Denominators:
         return Denominators(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences, self.norm_constant)
 
 
-def aggregate(per_token: Tensor, response_mask: Tensor, cu_seqlens: Tensor, mode: str, denominators: Denominators) -> Tensor:
+def aggregate(
+    per_token: Tensor, response_mask: Tensor, cu_seqlens: Tensor | Sequence[int], mode: str, denominators: Denominators
+) -> Tensor:
     """Sum this piece's terms and divide by the denominators of the whole mini-batch.
 
     With s_i the sum of sample i's terms over its c_i response tokens, T all response tokens and N all samples that have one:

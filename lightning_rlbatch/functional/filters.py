@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.advantages_group import group_statistics
+from lightning_rlbatch.functional.advantages_group import GroupIds, Rewards, as_rewards, group_statistics
 from lightning_rlbatch.functional.segments import segment_ids
 
 
-def drop_samples(response_mask: Tensor, cu_seqlens: Tensor, keep: Tensor) -> Tensor:
+def drop_samples(response_mask: Tensor, cu_seqlens: Tensor | Sequence[int], keep: Tensor | Sequence[bool]) -> Tensor:
     """Take whole samples out of the response mask: overlong ones, ones without a reward.
 
     Their tokens leave numerators and, since those are counted from the mask, denominators.
@@ -30,10 +31,11 @@ def drop_samples(response_mask: Tensor, cu_seqlens: Tensor, keep: Tensor) -> Ten
         >>> drop_samples(torch.tensor([True, True, True]), torch.tensor([0, 1, 3]), torch.tensor([True, False]))
         tensor([ True, False, False])
     """
-    return response_mask & keep[segment_ids(cu_seqlens, response_mask.shape[0])]
+    owner = segment_ids(cu_seqlens, response_mask.shape[0])
+    return response_mask.bool() & torch.as_tensor(keep, device=response_mask.device).bool()[owner]
 
 
-def overlong_penalty(response_lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+def overlong_penalty(response_lengths: Tensor | Sequence[int], *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
     """Compute the soft punishment of responses that come close to the length limit, to be added to the reward.
 
     0 up to max_length - buffer tokens, falling linearly to -factor at max_length, and -factor beyond.
@@ -58,7 +60,7 @@ def overlong_penalty(response_lengths: Tensor, *, max_length: int, buffer: int, 
     """
     if not 1 <= buffer <= max_length:
         raise ValueError(f"Expected buffer to be between 1 and max_length={max_length} but got {buffer}.")
-    excess = response_lengths.double() - (max_length - buffer)
+    excess = torch.as_tensor(response_lengths).double() - (max_length - buffer)
     return (-(excess / buffer).clamp(0, 1) * factor + 0.0).float()  # + 0.0 turns -0 into 0
 
 
@@ -81,7 +83,7 @@ class ZeroVariance:
     num_all_wrong: Tensor
 
 
-def zero_variance_groups(rewards: Tensor, group_ids: Tensor, *, right: float = 1.0) -> ZeroVariance:
+def zero_variance_groups(rewards: Rewards, group_ids: GroupIds, *, right: float = 1.0) -> ZeroVariance:
     """Find the groups that give no gradient, for DAPO's dynamic sampling and as a metric.
 
     Source: Yu et al., "DAPO", 2025, section 3.2 (dynamic sampling).
@@ -99,6 +101,7 @@ def zero_variance_groups(rewards: Tensor, group_ids: Tensor, *, right: float = 1
         >>> found.samples, int(found.num_zero), int(found.num_all_right)
         (tensor([ True,  True, False, False]), 1, 1)
     """
+    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
     samples = group.std == 0
     # One representative per group that has a reward: its first valid sample.

@@ -198,7 +198,7 @@ def dppo_loss(
 def binary_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     """Compute KL(q || p) of the choice "this token or another", from the token's two log-probabilities.
 
-    Source: as ``dppo_loss``.
+    Source: Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", 2026.
 
     Args:
         log_q: ``[T]``, floating point, <= 0.

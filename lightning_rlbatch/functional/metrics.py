@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ def explained_variance(sums: Tensor) -> Tensor:
     return torch.where(varies, 1 - unexplained / torch.where(varies, variance, 1.0), torch.nan)
 
 
-def length_metrics(response_lengths: Tensor, truncated: Tensor) -> dict[str, float]:
+def length_metrics(response_lengths: Tensor | Sequence[int], truncated: Tensor | Sequence[bool]) -> dict[str, float]:
     """Describe the response lengths of a whole iteration (order statistics are no sums: gather over ranks first).
 
     Args:
@@ -133,6 +133,7 @@ def length_metrics(response_lengths: Tensor, truncated: Tensor) -> dict[str, flo
         >>> length_metrics(torch.tensor([1, 2, 3, 10]), torch.tensor([False, False, False, True]))
         {'mean': 4.0, 'p95': 10.0, 'max': 10.0, 'truncated': 0.25}
     """
+    response_lengths, truncated = torch.as_tensor(response_lengths), torch.as_tensor(truncated)
     count = response_lengths.numel()
     if count == 0:
         return {}

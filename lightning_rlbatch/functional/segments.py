@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def sanitize(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, values.new_zeros(()))
 
 
-def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def segment_ids(cu_seqlens: Tensor | Sequence[int], num_tokens: int) -> Tensor:
     """Return the index of the sample that owns each token.
 
     Args:
@@ -41,12 +43,12 @@ def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
         >>> segment_ids(torch.tensor([0, 2, 5]), 5)
         tensor([0, 0, 1, 1, 1])
     """
-    lengths = cu_seqlens.diff().long()
-    ids = torch.arange(lengths.numel(), device=cu_seqlens.device)
+    lengths = torch.as_tensor(cu_seqlens).diff().long()
+    ids = torch.arange(lengths.numel(), device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=num_tokens)
 
 
-def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+def segment_sum(values: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     """Sum each sample's tokens.
 
     Args:
@@ -62,11 +64,11 @@ def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """
     if values.dtype == torch.bool:
         values = values.long()
-    out = values.new_zeros(cu_seqlens.numel() - 1)
+    out = values.new_zeros(len(cu_seqlens) - 1)
     return out.index_add(0, segment_ids(cu_seqlens, values.shape[0]), values)
 
 
-def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     """Average each sample over its masked tokens.
 
     Args:
@@ -85,7 +87,7 @@ def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return segment_sum(sanitize(values, mask), cu_seqlens) / counts
 
 
-def spread(per_sample: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def spread(per_sample: Tensor, cu_seqlens: Tensor | Sequence[int], num_tokens: int) -> Tensor:
     """Copy a sample's value to each of its tokens.
 
     Args:

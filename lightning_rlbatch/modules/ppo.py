@@ -292,18 +292,20 @@ class PPOModule(PPORoles):
             token_rewards: ``[T]``: what each token adds to the reward (a KL penalty), or None.
         """
         samples, estimator = store.samples, self.advantage
+        # Rewards stay in fp64 until they have been compared: near-equal ones far from 0 are not so in fp32.
         result = estimator(
-            samples["reward"].float(),
+            samples["reward"],
             store.group_ids.to(samples.device),
             samples["response_mask"],
             samples.cu_seqlens,
             token_rewards=token_rewards,
             values=samples["values"] if self.has_values else None,
-            baseline_rewards=samples["baseline_reward"].float() if estimator.needs_baseline_rewards else None,
-            component_rewards=samples["component_rewards"].float() if estimator.needs_component_rewards else None,
+            baseline_rewards=samples["baseline_reward"] if estimator.needs_baseline_rewards else None,
+            component_rewards=samples["component_rewards"] if estimator.needs_component_rewards else None,
             peers=data_parallel_peers(self),
         )
-        return {"advantages": result.advantages, "returns": result.returns}
+        dtype = samples["old_log_probs"].dtype
+        return {"advantages": result.advantages.to(dtype), "returns": result.returns.to(dtype)}
 
     # -- update ------------------------------------------------------------------------------------------------------------------
 

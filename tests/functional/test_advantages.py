@@ -268,6 +268,23 @@ def test_rewards_may_be_a_list_with_none_and_groups_any_names():
     assert gdpo_advantages([[1, 0], [0, 10]], [0, 0]).advantages.abs().max() < 1e-5
 
 
+def test_lists_integers_and_mixed_precision_are_taken_as_what_they_mean():
+    mask, cu_seqlens = torch.tensor([0, 1, 1, 0, 1]), [0, 3, 5]
+    expected = gae(double([0, 0, 1, 0, 2]), double([0, 0.5, 0.5, 0, 1]), mask.bool(), torch.tensor(cu_seqlens))
+    mixed = gae(torch.tensor([0, 0, 1, 0, 2]), double([0, 0.5, 0.5, 0, 1]), mask, cu_seqlens)
+    for ours, theirs in zip(mixed, expected):
+        assert torch.equal(ours, theirs)
+    assert place_rewards([1, None], mask, cu_seqlens).tolist() == [0, 0, 1, 0, 0]
+    assert whiten(torch.tensor([1, 3, 9]), torch.tensor([1, 1, 0])).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0])
+    for name, estimator in ESTIMATORS.items():
+        if not estimator.needs_baseline_rewards and not estimator.needs_component_rewards:
+            values = {"values": torch.zeros(5)} if estimator.needs_values else {}
+            result = estimator([1, None], [0, 0], mask, cu_seqlens, **values)
+            whole = estimator(double([1.0, NAN]), torch.tensor([0, 0]), mask.bool(), torch.tensor(cu_seqlens), **values)
+            torch.testing.assert_close(result.advantages.double(), whole.advantages.double(), msg=name)
+            assert result.valid.tolist() == [True, False]
+
+
 def test_near_equal_rewards_far_from_zero_are_not_crushed():
     rewards = torch.tensor([1e6, 1e6 + 0.5, 1e6 + 1.0])  # E[x**2] - E[x]**2 would be 0 or negative in fp32
     result = group_advantages(rewards, torch.zeros(3, dtype=torch.int64)).advantages

@@ -1,6 +1,9 @@
 """Losses, estimators and controllers written in YAML, as the command line reads them."""
 
 import dataclasses
+import importlib
+import inspect
+import re
 
 import pytest
 import torch
@@ -81,3 +84,24 @@ def test_every_algorithm_is_a_frozen_dataclass_with_defaults(module):
             continue
         with pytest.raises(dataclasses.FrozenInstanceError):
             kind().anything = 1
+
+
+SOURCES = ["advantages", "advantages_group", "pass_at_k", "losses", "losses_token", "losses_sequence", "losses_covariance", "kl", "value"]
+SOURCES += ["importance", "filters", "aggregation", "algorithms", "estimators", "estimators_group"]
+# No formula of a paper: sums, shapes, checks, containers.
+TOOLS = {
+    "place_rewards", "token_sums", "spread_to_tokens", "moments", "as_rewards", "as_group_ids", "group_statistics",
+    "policy_loss", "log_ratio", "ratio_metrics", "clip_metrics", "check_clip_bounds", "check_per_token", "needs_logits",
+    "effective_sample_size_sums", "LossTerms", "LossInputs", "PolicyLoss", "FunctionLoss", "Advantages", "AdvantageInputs",
+    "AdvantageEstimator", "OutcomeEstimator", "SampleAdvantages", "GroupStatistics", "ImportanceCorrection", "ZeroVariance",
+    "Denominators", "KLController", "FixedKL",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_algorithm_names_its_source_with_the_year(name):
+    module = importlib.import_module(f"lightning_rlbatch.functional.{name}")
+    public = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__ and key[0] != "_"}
+    assert public
+    silent = [key for key, value in public.items() if key not in TOOLS and not re.search(r"\b(19|20)\d\d\b", inspect.getdoc(value) or "")]
+    assert not silent
