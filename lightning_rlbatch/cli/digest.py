@@ -32,7 +32,9 @@ def size_lines(explanation: Explanation) -> list[tuple[str, str]]:
     lines.append(("rank", f"{mine}{dp} data-parallel rank{'s' * (dp > 1)}{groups}; parameters {shard}"))
     tokens, samples = micro.get("tokens of a micro-batch, at most"), micro.get("samples of a micro-batch", "")
     held = f"at most {tokens} tokens" if run.data.get("micro_batch_size") is None else f"{samples} sample(s)"
-    lines.append(("micro-batch", f"{held}; per optimizer step and rank {micro.get('gradient accumulation (micro-steps)', '?')}"))
+    number, _, why = micro.get("gradient accumulation (micro-steps)", "?").partition(";")[0].partition(", ")
+    runs = f"{number} of them" if number[0].isdigit() else "as many as the lengths need"
+    lines.append(("micro-batch", f"{held}; each rank runs {runs} per optimizer step" + f" ({why})" * bool(why)))
     passes = [f"{name.removesuffix(', at most')}: {number}" for name, number in micro.items() if "log-prob" in name or "critic" in name]
     return lines + ([("other passes", "; ".join(passes))] if passes else [])
 
@@ -45,9 +47,7 @@ def memory_line(explanation: Explanation) -> str:
     """
     memory = explanation.memory
     if memory is None:
-        source = explanation.run.model.get("policy")
-        name = source.get("class_path") if isinstance(source, dict) else source
-        return f"not estimated: there are no files of {name} here. --build makes the policy without weights and counts it (takes seconds)"
+        return "not estimated: the policy has no files here. --build makes it without weights and counts it (takes seconds)"
     states = memory.total - (memory.activations or 0)
     activations = "activations not bounded" if memory.activations is None else f"activations {format_bytes(memory.activations)}"
     return f"about {format_bytes(memory.total)} on one GPU = weights, gradients, states {format_bytes(states)} + {activations}"
