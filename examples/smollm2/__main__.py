@@ -9,16 +9,18 @@ import csv
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 
 from rich import box, get_console
 from rich.table import Table
 
 from examples.smollm2.weights import FOLDER, PACKAGES, prepare
 
+STEPS_PER_ITERATION = 2
 CONFIG = "examples/smollm2/grpo.yaml"
 COLUMNS = {
+    "reward/brief": "brevity",
     "reward/correct": "correct",
-    "reward/brief": "number only",
     "length/mean": "tokens",
     "train/approx_kl": "KL to the policy that sampled",
     "train/grad_norm/policy": "gradient norm",
@@ -45,7 +47,7 @@ def main() -> None:
 
 
 def report() -> None:
-    """Print a row per optimizer step; rewards belong to the rollouts of an iteration and stand at its first step."""
+    """Print a row per optimizer step, and what the run shows; rewards belong to an iteration's rollouts and stand at its first step."""
     with open(FOLDER / "grpo" / "metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["train/loss"]]
     table = Table(title="GRPO with LoRA on SmolLM2-135M-Instruct", title_justify="left", box=box.SIMPLE, pad_edge=False)
@@ -54,6 +56,27 @@ def report() -> None:
     for row in rows:
         table.add_row(row["step"], *(f"{float(row[name]):.3g}" if row.get(name) else "" for name in COLUMNS))
     get_console().print(table)
+    for line in findings(rows):
+        get_console().print(line)
+
+
+def findings(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Say what changed against the pretrained model, and whether every iteration began at ratio 1.
+
+    Args:
+        rows: Of the log, one per optimizer step, two per iteration.
+
+    Returns:
+        A sentence each.
+    """
+    firsts = rows[::STEPS_PER_ITERATION]
+    lines = [f"The rollouts of step {firsts[0]['step']} are the pretrained model's: the baseline. Those of step {firsts[-1]['step']}:"]
+    for name in ("reward/brief", "reward/correct", "length/mean"):
+        before, after = (float(row[name]) for row in (firsts[0], firsts[-1]))
+        lines.append(f"  {COLUMNS[name]:10} {before:6.2f} -> {after:.2f}")
+    off = max(abs(float(row["train/ratio"]) - 1) for row in firsts)
+    lines.append(f"Largest distance of the probability ratio from 1 at the first optimizer step of an iteration: {off:.0e}.")
+    return lines
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 QUESTION = re.compile(r": (.*) =$")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+SHORT_NUMBER = re.compile(r"(?:^|\s)-?\d{1,3}\.?\s*$")
 SYSTEM = "You are a calculator. Reply with the result only."
 
 
@@ -60,11 +61,18 @@ def correct(prompts: Sequence[Any], completions: Sequence[list[dict[str, str]]],
 
 
 def brief(prompts: Sequence[Any], completions: Sequence[list[dict[str, str]]], **columns: Any) -> list[float]:
-    """Reward an answer that is nothing but a number.
+    """Reward brevity: 1 for a number of at most three digits alone, 1/2 for two words that end with one, 1/3 for three and so on.
+
+    Without the bound on digits a policy learns to count up in one endless word.
 
     Args:
         prompts: Conversations.
         completions: The assistant's message each.
         **columns: Not used.
+
+    Example:
+        >>> brief([None] * 4, [[{"content": text}] for text in ("-7", "It is 7.", "Sure!", "123456")])
+        [1.0, 0.3333333333333333, 0.0, 0.0]
     """
-    return [float(NUMBER.fullmatch(messages[0]["content"].strip().rstrip(".")) is not None) for messages in completions]
+    texts = [messages[0]["content"] for messages in completions]
+    return [1.0 / len(text.split()) if SHORT_NUMBER.search(text) else 0.0 for text in texts]

@@ -9,6 +9,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.smollm2 import task, weights
+from examples.smollm2.__main__ import findings
 from lightning_rlbatch import PPOModule
 from lightning_rlbatch.cli.explanation import explain
 from lightning_rlbatch.cli.run_config import run_config
@@ -109,7 +110,18 @@ def test_right_results_are_rewarded_whatever_stands_around_them():
     assert reward(task.correct, results) == [1.0, 1.0, 1.0]
     assert reward(task.correct, [f"The answer to 1 + 1 is {result}." for result in results]) == [1.0, 1.0, 1.0]
     assert reward(task.correct, [results[0] + "7", "no idea", ""]) == [0.0, 0.0, 0.0]
-    assert reward(task.brief, [results[0], f"It is {results[1]}", f" {results[2]}. "]) == [1.0, 0.0, 1.0]
+    assert reward(task.brief, [results[0], f"The result: {results[1]}", f" {results[2]}. "]) == [1.0, 1 / 3, 1.0]
+    assert reward(task.brief, ["1234", "no idea", "3+4=7"]) == [0.0, 0.0, 0.0]
+
+
+def test_report_compares_the_last_iteration_with_the_pretrained_model_and_ratios_with_one():
+    def row(step, brief, ratio):
+        return {"step": str(step), "reward/brief": brief, "reward/correct": "0.125", "length/mean": "12.0", "train/ratio": ratio}
+
+    lines = findings([row(0, "0.1", "1.0"), row(1, "0.1", "0.9"), row(2, "0.75", "1.00001"), row(3, "0.75", "1.2")])
+    assert any("brevity" in line and "0.10 -> 0.75" in line for line in lines)
+    assert "pretrained model" in lines[0]
+    assert lines[-1].endswith("1e-05.")
 
 
 @pytest.mark.parametrize("name", ["grpo", "gpu"])
