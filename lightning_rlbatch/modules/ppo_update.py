@@ -132,7 +132,7 @@ class PPOUpdate(RLBatchModule):
             values: ``[T]``, differentiable.
         """
         result = value_loss(values, micro_batch["values"], micro_batch["returns"], self.score_mask(micro_batch), clip=self.value_clip)
-        metrics = {"value/loss": result.terms, "value/mean": values} | {f"value/{name}": term for name, term in result.metrics.items()}
+        metrics = {"value/loss": result.terms} | {f"value/{name.removeprefix('value_')}": term for name, term in result.metrics.items()}
         return self.value_coefficient * result.terms, metrics
 
     def policy_terms(self, micro_batch: PackedBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
