@@ -82,13 +82,14 @@ def estimate_memory(run: RunConfig, facts: ModelFacts | None) -> MemoryEstimate 
     trained, whole = _share(facts.num_trained, shards), _share(facts.num_parameters, shards)
     optimizer, states = _optimizer(run)
     host = IN_HOST_MEMORY if run.strategy.get("cpu_offload") is True else ""
-    # Reducing once per optimizer step keeps whole gradients until the last micro-batch.
-    once = load_pure("functional.gradient_sync").reduces_once(run.strategy.get("grad_sync"), facts.num_trained)
-    gathers = run.sharded and shards > 1 and once
-    notes = ("grad_sync: last keeps whole gradients on every rank until the last micro-batch; every keeps shards",) if gathers else ()
-    parts: dict[str, int] = {}
     critic = run.model.get("critic")
-    for role in ("policy", "critic") if critic is not None and critic != "shared" else ("policy",):
+    roles = ("policy", "critic") if critic is not None and critic != "shared" else ("policy",)
+    # Reducing once per optimizer step keeps whole gradients until the last micro-batch.
+    reduces_once = load_pure("functional.gradient_sync").reduces_once
+    gathers = run.sharded and shards > 1 and reduces_once(run.strategy.get("grad_sync"), facts.num_trained * len(roles))
+    notes = ("grad_sync: last (auto takes it for small models) keeps whole gradients until the last micro-batch; every keeps shards",)
+    parts: dict[str, int] = {}
+    for role in roles:
         parts[f"{role}: parameters ({width}){host}"] = whole * size
         parts[f"{role}: gradients ({width}){'' if gathers else host}"] = (facts.num_trained if gathers else trained) * size
         parts[f"{role}: {optimizer} states ({width} x {states}){host}"] = trained * size * states
@@ -98,7 +99,7 @@ def estimate_memory(run: RunConfig, facts: ModelFacts | None) -> MemoryEstimate 
     if run.kind == "rollouts":
         parts[f"rollout engine: its own whole copy ({width})"] = facts.num_parameters * size
     activations, formula = _activations(run, facts.config)
-    return MemoryEstimate(facts.num_parameters, facts.counted, parts, activations, formula, notes)
+    return MemoryEstimate(facts.num_parameters, facts.counted, parts, activations, formula, notes if gathers else ())
 
 
 def _share(number: int, shards: int) -> int:
