@@ -60,16 +60,19 @@ def _starts(job: PlanInput, longest: list[int], heaviest: list[int], work_cap: i
 
     The first unit of a bucket is its longest, so that it alone tells how many the bucket holds.
     """
-    starts, start = [0], 0
-    while len(starts) <= most:
-        fit = job.budget // (job.group_size * longest[start]) if longest else 0
-        if work_cap is not None and heaviest:
-            fit = min(fit, work_cap // (job.group_size * heaviest[start]))
+    starts, start, size = [0], 0, job.group_size
+    while start < len(longest) and len(starts) <= most:
+        fit = _quotient(job.budget, size * longest[start], len(longest))
+        if work_cap is not None:
+            fit = min(fit, _quotient(work_cap, size * heaviest[start], len(longest)))
         start += max(1, fit)  # a unit above the cap has a bucket of its own
-        if start >= len(longest):
-            break
-        starts.append(start)
+        if start < len(longest):
+            starts.append(start)
     return starts
+
+
+def _quotient(cap: int, size: int, without_size: int) -> int:
+    return cap // size if size else without_size
 
 
 def _next_fit(job: PlanInput, units: Bucket) -> list[Bucket]:
