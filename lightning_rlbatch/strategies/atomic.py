@@ -3,6 +3,8 @@
 import ctypes
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux' renameat2
@@ -63,6 +66,30 @@ def publish(new: Path, path: Path) -> None:
         path.unlink(missing_ok=True)
         new.rename(path)
     _sync(path.parent)
+
+
+@contextmanager
+def writing(path: Path, new: Path) -> Iterator[None]:
+    """Name the checkpoint in an error of the context, and remove its unfinished version.
+
+    Args:
+        path: The checkpoint.
+        new: Its unfinished version.
+
+    Raises:
+        RuntimeError: In place of any error.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        with suppress(OSError):
+            discard(new)
+        causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+        cause = causes[0][0] if causes else error
+        raise RuntimeError(
+            f"{path} could not be written ({type(cause).__name__}: {cause}). Older checkpoints are as they were. Make room on the disk,"
+            " or give the callback a dirpath that can be written."
+        ) from error
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -127,10 +154,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         new = beside(target, "new")
-        save_file(checkpoint, new)
-        publish(new, target)
+        with writing(target, new):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            save_file(checkpoint, new)
+            publish(new, target)
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:

@@ -67,10 +67,7 @@ class BackgroundSave:
         """
         self._thread.join()
         if self._error is not None:
-            raise RuntimeError(
-                f"{self.path} could not be written in the background ({type(self._error).__name__}: {self._error}). Older checkpoints"
-                " were kept. Make room on the disk, or save less often."
-            ) from self._error
+            raise RuntimeError(f"The background save of {self.path} failed: {self._error}") from self._error
 
 
 def snapshot(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rlbatch.distributed.failure import fail_together
-from lightning_rlbatch.strategies.atomic import beside, discard, is_local, publish
+from lightning_rlbatch.strategies.atomic import beside, discard, is_local, publish, writing
 from lightning_rlbatch.strategies.background import BackgroundSave, snapshot
 from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.sharded import (
@@ -102,16 +102,19 @@ class CheckpointingStrategy(ModelParallelStrategy):
             )
         new = beside(path, "new")
         if self.is_global_zero:
-            discard(new)
-            new.mkdir(parents=True)
+            with writing(path, new):
+                discard(new)
+                new.mkdir(parents=True)
         self.barrier()
         background = self._save_group if self._may_save_in_background else None
-        finish = save_sharded_state(checkpoint, new, is_coordinator=self.is_global_zero, background=background)
+        with writing(path, new):
+            finish = save_sharded_state(checkpoint, new, is_coordinator=self.is_global_zero, background=background)
 
         def write() -> None:
-            finish()  # when it returns here, all ranks have written
-            if self.is_global_zero:
-                publish(new, path)
+            with writing(path, new):
+                finish()  # when it returns here, all ranks have written
+                if self.is_global_zero:
+                    publish(new, path)
 
         if background is not None:
             self._start_save(path, write)
