@@ -1,5 +1,9 @@
 """Small models, prompts and references that the rollout tests share."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -41,3 +45,13 @@ def reference_log_probs(model: PreTrainedModel, prompt: list[int], tokens: list[
     """Log-probs of a completion from one unpadded forward without a cache: the slow, obvious way."""
     logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return (logits.float() / temperature).log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Keep the garbage collector from looking at all that the tests have imported: continuous batching calls it at every end."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 import vllm_stand_in
-from rollout_toys import STOP, mixed_requests, reference_log_probs, toy_llama
+from rollout_toys import STOP, mixed_requests, quick_collections, reference_log_probs, toy_llama
 
 from lightning_rlbatch.rollout.engine import RolloutEngine, RolloutRequest, SamplingParams
 from lightning_rlbatch.rollout.replay_engine import RecordingEngine, ReplayEngine
@@ -19,16 +19,21 @@ SAMPLING = SamplingParams(max_new_tokens=16, stop_token_ids=(STOP, 9))
 
 
 @pytest.fixture(params=["embedded", "generate", "continuous_batching", "vllm stand-in", "recording", "replay"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutEngine:
+def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutEngine]:
     """An engine whose policy is ``toy_llama(0)``."""
-    if request.param in get_args(DecodingMethod):
-        return TransformersEngine(toy_llama(0), pad_token_id=0, method=request.param)
+    with quick_collections():
+        yield make_engine(request.param, tmp_path, monkeypatch)
+
+
+def make_engine(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutEngine:
+    if kind in get_args(DecodingMethod):
+        return TransformersEngine(toy_llama(0), pad_token_id=0, method=kind)  # type: ignore[arg-type]  # it is one of them
     embedded = TransformersEngine(toy_llama(0), pad_token_id=0)
-    if request.param == "vllm stand-in":
+    if kind == "vllm stand-in":
         monkeypatch.setitem(sys.modules, "vllm", vllm_stand_in.module())
         return VLLMEngine.from_pretrained("folder/of/the/policy")
     recording = RecordingEngine(embedded, tmp_path / "rollouts" / "rank_0.jsonl")
-    if request.param == "replay":
+    if kind == "replay":
         recording.generate(mixed_requests(), SAMPLING)
         return ReplayEngine.from_file(recording.path)
     return recording

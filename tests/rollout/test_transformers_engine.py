@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_toys import STOP, VOCAB_SIZE, mixed_requests, reference_log_probs, toy_llama
+from rollout_toys import STOP, VOCAB_SIZE, mixed_requests, quick_collections, reference_log_probs, toy_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
@@ -54,6 +54,7 @@ def test_a_request_gives_the_same_completion_in_any_batch_order_and_share() -> N
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, SamplingParams(max_new_tokens=9, temperature=0.7, top_k=20, top_p=0.9)])
+@quick_collections()
 def test_every_method_gives_the_same_completions_whatever_the_models_own_generation_settings(sampling: SamplingParams) -> None:
     model = toy_llama()
     model.generation_config.update(repetition_penalty=3.0, temperature=0.1, top_k=1, do_sample=True, eos_token_id=12)
@@ -324,6 +325,7 @@ def test_ranks_sample_from_sharded_weights_what_one_process_samples() -> None:
     requests = mixed_requests(5, 2)
     expected = TransformersEngine(toy_llama(3), pad_token_id=0).generate(requests, SAMPLING)
 
+    @quick_collections()
     def rank_main(rank: int, world_size: int) -> Any:
         policy = toy_llama(3)
         mesh = init_device_mesh("cpu", (world_size,))
