@@ -196,13 +196,14 @@ class RLBatchModule(pl.LightningModule):
     def on_validation_end(self) -> None:
         self._stop_together()
 
-    def stoppable(self, collect: Callable[[], Result]) -> Result:
+    def stoppable(self, collect: Callable[[], Result], *, only_signals: bool = False) -> Result:
         """Run what collects rollouts, on all ranks together; stop all of them if one is to stop in the meantime.
 
         Args:
             collect: Collects; what it does alone on this rank, inside :meth:`interruptible`, ends at once.
+            only_signals: True does not heed ``should_stop``.
         """
-        return collect() if self._stops is None else self._stops.collect(collect)
+        return collect() if self._stops is None else self._stops.collect(collect, only_signals=only_signals)
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Return a context for generation and rewards: without collectives inside, and ended by the wish to stop."""

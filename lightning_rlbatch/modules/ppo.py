@@ -327,7 +327,8 @@ class PPOModule(PPORoles):
 
     @override
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        for name, value in evaluate_prompts(self, batch, batch_idx).items():
+        sums = self.stoppable(lambda: evaluate_prompts(self, batch, batch_idx), only_signals=True)
+        for name, value in sums.items():
             self._validation_sums[name] = self._validation_sums.get(name, 0.0) + value
 
     @override

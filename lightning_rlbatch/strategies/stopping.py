@@ -87,13 +87,14 @@ class StopAgreement:
 
     # -- collections -------------------------------------------------------------------------------------------------------------
 
-    def collect(self, run: Callable[[], Result]) -> Result:
+    def collect(self, run: Callable[[], Result], *, only_signals: bool = False) -> Result:
         """Collect rollouts, and stop all ranks if one of them is to stop in the meantime; collective over all ranks.
 
         What was collected is thrown away then: the checkpoint of a stop is the state before the collection, which a resumed run repeats.
 
         Args:
             run: Collects; runs again after a signal that does not end the run (SLURM's request to save).
+            only_signals: True does not heed ``should_stop``, which comes at the end of a validation.
 
         Raises:
             SIGTERMException: A rank got SIGTERM.
@@ -102,7 +103,7 @@ class StopAgreement:
         while True:
             finished = None
             try:
-                with self._watching():
+                with self._watching((lambda: False) if only_signals else self._may_stop_early):
                     finished = (run(),)
             except BaseException as error:
                 if not is_stop(error):
@@ -110,19 +111,19 @@ class StopAgreement:
             self.agree()
             if self.trainer.received_sigterm:
                 raise SIGTERMException
-            if self._may_stop_early():
+            if self._may_stop_early() and not only_signals:
                 raise CollectionStopped
             if finished is not None:
                 return finished[0]
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, wants_to_stop: Callable[[], bool]) -> Iterator[None]:
         self._num_collections += 1
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGURG"):
             yield
             return
         key = f"{self._token}/{self._num_collections}"
-        with StopWatch(set(self._handlers), self._may_stop_early, key, requested=bool(self._received)) as self._watch:
+        with StopWatch(set(self._handlers), wants_to_stop, key, requested=bool(self._received)) as self._watch:
             try:
                 yield
             finally:

@@ -1,6 +1,7 @@
 """A wish to stop takes effect on all ranks within seconds, also while rollouts are being collected."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback
 from lightning_rlbatch.testing import run_distributed
 from tests.helpers import make_trainer
-from tests.strategies.runs import assert_same_state, ppo, rollouts, run
+from tests.strategies.runs import assert_same_state, ppo, prompt_rows, rollouts, run
 
 LONG = 60.0  # seconds that a reward function takes unless somebody interrupts it
 
@@ -26,14 +27,18 @@ def should_stop(trainer):
     trainer.should_stop = True
 
 
-# (rank whose reward function runs while the other one waits in a collective, rank that is told, how, how the run ends)
+# (rank whose reward function runs while the other one waits in a collective, rank that is told, how, how the run ends, in what)
 CASES = [
-    (1, 0, sigterm, "SIGTERMException"),
-    (0, 1, sigterm, "SIGTERMException"),
-    (0, 0, sigterm, "SIGTERMException"),
-    (1, 0, should_stop, None),
-    (0, 0, should_stop, None),
+    (1, 0, sigterm, "SIGTERMException", "collection"),
+    (0, 1, sigterm, "SIGTERMException", "collection"),
+    (0, 0, sigterm, "SIGTERMException", "collection"),
+    (1, 0, should_stop, None, "collection"),
+    (0, 0, should_stop, None, "collection"),
+    (0, 1, sigterm, "SIGTERMException", "validation"),
 ]
+
+
+VALIDATION = {"collection": {}, "validation": {"limit_val_batches": 1.0, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 1}}
 
 
 class SlowReward:
@@ -53,14 +58,14 @@ class SlowReward:
         return [float(len(completion)) for completion in completions]
 
 
-def stopped_run(size, reward, tell, folder):
+def stopped_run(size, reward, tell, folder, what):
     """Fit until the stop; return how it ended, the counters, and when."""
     saver = ModelCheckpoint(str(folder), "at_stop", save_on_exception=True, every_n_epochs=100, enable_version_counter=False)
-    trainer = make_trainer(size, max_epochs=3, callbacks=[saver], enable_checkpointing=True)
+    trainer = make_trainer(size, max_epochs=3, callbacks=[saver], enable_checkpointing=True, **VALIDATION[what])
     threading.Thread(target=tell, args=(trainer,), daemon=True).start()
     ended = None
     try:
-        trainer.fit(ppo(reward_functions=[reward]), datamodule=rollouts())
+        trainer.fit(ppo(reward_functions=[reward]), datamodule=rollouts(val_prompts=prompt_rows))
     except BaseException as error:
         ended = type(error).__name__
     return ended, trainer.global_step, time.monotonic()
@@ -72,7 +77,7 @@ def test_a_stop_in_a_collection_ends_all_ranks_within_seconds_and_the_run_resume
 
     def main(rank, size):
         endings = []
-        for number, (slow, told, how, _) in enumerate(CASES):
+        for number, (slow, told, how, _, what) in enumerate(CASES):
 
             def tell(trainer, number=number, told=told, how=how):
                 if rank == told and begun[number].wait(30):
@@ -80,18 +85,22 @@ def test_a_stop_in_a_collection_ends_all_ranks_within_seconds_and_the_run_resume
                     told_at[number].value = time.monotonic()
                     how(trainer)
 
-            endings.append(stopped_run(size, SlowReward(rank == slow, begun[number]), tell, tmp_path / str(number)))
+            endings.append(stopped_run(size, SlowReward(rank == slow, begun[number]), tell, tmp_path / str(number), what))
+        warnings.filterwarnings("ignore", message=".*val_dataloader.*does not have many workers")
         warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-        rest = run(ppo(), rollouts(), size, max_epochs=3, ckpt_path=str(tmp_path / "1" / "at_stop.ckpt"))
         whole = run(ppo(), rollouts(), size, max_epochs=3)
-        return endings, rest, whole
+        paths = [tmp_path / number / "at_stop.ckpt" for number in ("1", "5")]
+        data = functools.partial(rollouts, val_prompts=prompt_rows)
+        resumed = [run(ppo(), data(), size, max_epochs=3, ckpt_path=str(path), **VALIDATION[what]) for path, what in zip(paths, VALIDATION)]
+        return endings, resumed, whole
 
-    for endings, rest, whole in run_distributed(main, 2, init_process_group=False):
-        for (name, step, ended_at), (*_, expected), begin in zip(endings, CASES, told_at):
+    for endings, resumed, whole in run_distributed(main, 2, init_process_group=False):
+        for (name, step, ended_at), (_, _, _, expected, _), begin in zip(endings, CASES, told_at):
             assert (name, step) == (expected, 2)
             assert 0 < ended_at - begin.value < 10
-        assert_same_state(rest, whole)
-        assert rest["collections"] == whole["collections"][1:]
+        for rest in resumed:
+            assert_same_state(rest, whole)
+            assert rest["collections"] == whole["collections"][1:]
 
 
 def test_should_stop_of_a_rollout_callback_ends_before_a_step_on_these_rollouts():
