@@ -2,8 +2,6 @@
 
 import builtins
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +11,12 @@ import transformers
 from helpers import ToyTokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.data import RolloutDataModule, RolloutDump
 from lightning_rlbatch.data.chat import encode_reply
 from lightning_rlbatch.data.prompt_reading import read_prompts, read_rows
 from lightning_rlbatch.data.prompts import contiguous_share
 from lightning_rlbatch.functional.sizes import share_sizes
+from lightning_rlbatch.testing import run_distributed
 
 ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "c", "answer": 2}, {"prompt": "abc", "answer": 3}]
 TEMPLATE = (
@@ -68,44 +67,39 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path):
 
 
 def test_parquet_files_and_datasets_hold_columns_of_any_shape(tmp_path):
-    """In a process of its own: a parent with Arrow's threads should not fork ranks."""
     rows = [
         {"prompt": [{"role": "user", "content": "hello"}], "reward_model": {"ground_truth": "7"}, "tags": ["x", "y"]},
         {"prompt": [{"role": "system", "content": "."}, {"role": "user", "content": "there"}], "reward_model": None, "tags": []},
     ]
-    program = (
-        "import json, sys, datasets, pyarrow, pyarrow.parquet\n"
-        "from lightning_rlbatch.data.prompt_reading import read_rows\n"
-        "path, rows = sys.argv[1], json.loads(sys.argv[2])\n"
-        "pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)\n"
-        "assert read_rows(path, 'train_prompts') == rows, read_rows(path, 'train_prompts')\n"
-        "assert read_rows(datasets.Dataset.from_list(rows), 'train_prompts') == rows\n"
-        "assert read_rows(lambda: datasets.Dataset.from_list(rows).to_iterable_dataset(), 'train_prompts') == rows\n"
+
+    class Chat(ToyTokenizer):
+        def apply_chat_template(self, messages, **options):
+            return "".join(message["content"] for message in messages)
+
+    def fn(rank, world_size):  # in a process of its own: a parent with Arrow's threads should not fork ranks
+        import datasets
+        import pandas
+        import pyarrow.parquet
+
+        path = str(tmp_path / "rows.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        assert read_rows(path, "train_prompts") == rows
+        assert read_rows(datasets.Dataset.from_list(rows), "train_prompts") == rows
+        assert read_rows(lambda: datasets.Dataset.from_list(rows).to_iterable_dataset(), "train_prompts") == rows
         # The logged completions of TRL: conversations, a column per reward function, NaN where one had no verdict.
-        "import pandas\n"
-        "from helpers import ToyTokenizer\n"
-        "from lightning_rlbatch.data import RolloutDump\n"
-        "ToyTokenizer.apply_chat_template = lambda self, messages, **options: ''.join(m['content'] for m in messages)\n"
-        "answers = [[{'role': 'assistant', 'content': text}] for text in ('x', 'yy')]\n"
-        "table = {'step': [7] * 2, 'prompt': [rows[0]['prompt']] * 2, 'completion': answers, 'accuracy': [1.0, float('nan')]}\n"
-        "pandas.DataFrame({**table, 'advantage': [0.5, -0.5]}).to_parquet(path)\n"
-        "dump = RolloutDump(path, ToyTokenizer(), reward_columns=['accuracy'])\n"
-        "assert (dump.iterations, dump.rollouts_per_prompt(7)) == ([7], 2)\n"
-        "samples = dump.read(7, 0, 1)\n"
-        "assert samples['reward'].nan_to_num(nan=-1).tolist() == [1.0, -1.0]\n"
-        "assert samples.lengths.tolist() == [len('hello') + 1 + 1, len('hello') + 2 + 1]\n"
-        "open(path, 'r+b').truncate(100)\n"
-        "try:\n"
-        "    read_rows(path, 'train_prompts')\n"
-        "except ValueError as error:\n"
-        "    assert str(error).startswith(f'train_prompts: {path} is no whole Parquet file'), error\n"
-        "else:\n"
-        "    raise AssertionError('a damaged file was read')\n"
-    )
-    folder = str(Path(__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", program, str(tmp_path / "rows.parquet"), json.dumps(rows)]
-    subprocess.run(command, check=True, timeout=60, env=environment)
+        answers = [[{"role": "assistant", "content": text}] for text in ("x", "yy")]
+        table = {"step": [7] * 2, "prompt": [rows[0]["prompt"]] * 2, "completion": answers, "accuracy": [1.0, float("nan")]}
+        pandas.DataFrame({**table, "advantage": [0.5, -0.5]}).to_parquet(path)
+        dump = RolloutDump(path, Chat(), reward_columns=["accuracy"])
+        assert (dump.iterations, dump.rollouts_per_prompt(7)) == ([7], 2)
+        samples = dump.read(7, 0, 1)
+        assert samples["reward"].nan_to_num(nan=-1).tolist() == [1.0, -1.0]
+        assert samples.lengths.tolist() == [len("hello") + 1 + 1, len("hello") + 2 + 1]
+        (tmp_path / "rows.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:100])
+        with pytest.raises(ValueError, match=r"train_prompts: .*rows.parquet is no whole Parquet file"):
+            read_rows(path, "train_prompts")
+
+    run_distributed(fn, 1, init_process_group=False)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
