@@ -88,6 +88,7 @@ from lightning_rlbatch.functional.metrics import (
     sample_mean,
     token_mean,
 )
+from lightning_rlbatch.functional.optimal_token_baseline import OTB, optimal_token_baseline
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.parallel_sizes import sequence_parallel_times
 from lightning_rlbatch.functional.pass_at_k import best_of_k, pass_at_k_training_advantages
@@ -115,6 +116,7 @@ __all__ = [
     "GSPO",
     "KL_KINDS",
     "OPO",
+    "OTB",
     "RLOO",
     "SAPO",
     "AdaptiveKL",
@@ -191,6 +193,7 @@ __all__ = [
     "merge_moments",
     "moments",
     "opo_advantages",
+    "optimal_token_baseline",
     "overlong_penalty",
     "pass_at_k_advantages",
     "pass_at_k_training_advantages",

@@ -44,6 +44,8 @@ class AdvantageInputs:
         baseline_rewards: ``[N]``, floating point: of the greedy response, for estimators with ``needs_baseline_rewards``.
         component_rewards: ``[N, K]``, floating point: the single rewards behind ``rewards``, for ``GDPO``.
         peers: the data-parallel ranks.
+        log_probs: ``[T]``, floating point: of the policy that is trained, at the start of the iteration.
+        sum_pi_squared: ``[T]``, floating point: sum of the squared probabilities, for estimators with ``needs_sum_pi_squared``.
     """
 
     rewards: Tensor
@@ -55,6 +57,8 @@ class AdvantageInputs:
     baseline_rewards: Tensor | None = None
     component_rewards: Tensor | None = None
     peers: Peers = ALONE
+    log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
 
     @property
     def outcomes(self) -> Tensor:
@@ -94,6 +98,7 @@ class AdvantageEstimator(ABC):
     needs_values: ClassVar[bool] = False
     needs_baseline_rewards: ClassVar[bool] = False
     needs_component_rewards: ClassVar[bool] = False
+    needs_sum_pi_squared: ClassVar[bool] = False
     whiten: bool = False
 
     def __call__(
@@ -108,6 +113,8 @@ class AdvantageEstimator(ABC):
         baseline_rewards: Tensor | None = None,
         component_rewards: Tensor | None = None,
         peers: Peers = ALONE,
+        log_probs: Tensor | None = None,
+        sum_pi_squared: Tensor | None = None,
     ) -> Advantages:
         """Compute the advantages; arguments as in ``AdvantageInputs``, lists too (None: no reward).
 
@@ -117,9 +124,21 @@ class AdvantageEstimator(ABC):
         rewards, response_mask, cu_seqlens = as_rewards(rewards), response_mask.bool(), torch.as_tensor(cu_seqlens)
         group_ids = torch.as_tensor(group_ids)
         inputs = AdvantageInputs(
-            rewards, group_ids, response_mask, cu_seqlens, token_rewards, values, baseline_rewards, component_rewards, peers
+            rewards,
+            group_ids,
+            response_mask,
+            cu_seqlens,
+            token_rewards,
+            values,
+            baseline_rewards,
+            component_rewards,
+            peers,
+            log_probs,
+            sum_pi_squared,
         )
-        for name in ("values", "baseline_rewards", "component_rewards"):
+        if self.needs_sum_pi_squared and log_probs is None:
+            raise ValueError(f"{type(self).__name__} needs log_probs but got None.")
+        for name in ("values", "baseline_rewards", "component_rewards", "sum_pi_squared"):
             if getattr(self, f"needs_{name}") and getattr(inputs, name) is None:
                 raise ValueError(f"{type(self).__name__} needs {name} but got None.")
         advantages, returns, valid = self.compute(inputs)

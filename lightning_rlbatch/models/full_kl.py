@@ -70,6 +70,7 @@ class FullKLScorer(TokenScorer):
         with_entropy: bool = False,
         with_values: bool = False,
         reference: ReferenceHead | str | None = None,
+        only_squares: bool = False,
     ) -> Any:
         """Score as `TokenScorer.forward` does; with a reference also the divergence from it.
 
@@ -80,16 +81,20 @@ class FullKLScorer(TokenScorer):
             with_entropy: See `TokenScorer`.
             with_values: See `TokenScorer`.
             reference: None; ``"own"`` to return this model's `ReferenceHead` and nothing else; or the reference's, of the same batch.
+            only_squares: True returns [T]: ``sum_of_squares`` of this model and nothing else, without gradient.
         """
-        if reference is None:
+        if reference is None and not only_squares:
             arguments = {"with_log_probs": with_log_probs, "with_entropy": with_entropy, "with_values": with_values}
             return super().forward(batch, temperature=temperature, **arguments)
         self._check_request(batch, temperature, True, with_values)
         targets, scored, sources = self.positions.find(batch)
         states = self._hidden_states(batch)[sources]
         if isinstance(reference, str):
-            return self._own_head(states)
+            return self._own_head(states, copied=isinstance(self, FSDPModule))  # a gathered weight is gone after the forward
         rows_temperature = self._temperature_of(sources, batch, temperature)
+        if only_squares or reference is None:
+            squares = sum_of_squares(self._own_head(states), temperature=rows_temperature)
+            return self._to_token(squares, sources, scored, batch.num_tokens)
         log_probs, entropy = self._run_lm_head(states, targets[sources], rows_temperature, with_entropy)
         own = ReferenceHead(states, *self._head_weights(), self.logit_scale, self.softcap)
         columns = [log_probs, entropy, self.value_head(states) if with_values and self.value_head is not None else None]
@@ -100,9 +105,9 @@ class FullKLScorer(TokenScorer):
         head: Any = self.lm_head
         return head.weight, head.bias
 
-    def _own_head(self, states: Tensor) -> ReferenceHead:
+    def _own_head(self, states: Tensor, *, copied: bool = False) -> ReferenceHead:
         weight, bias = self._head_weights()
-        if isinstance(self, FSDPModule):  # the gathered weight is gone after the forward
+        if copied:
             weight, bias = weight.clone(), None if bias is None else bias.clone()
         return ReferenceHead(states.detach(), weight.detach(), None if bias is None else bias.detach(), self.logit_scale, self.softcap)
 
@@ -133,16 +138,9 @@ def divergence(
         >>> round(float(divergence(one, other)), 4)  # log((1 + e) / 2) - 1 / 2
         0.1201
     """
-    device = policy.states.device
-    # As nn.Linear under autocast, else as the policy's weight: both models' logits are rounded alike.
-    autocast = torch.is_autocast_enabled(device.type) and policy.weight.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(device.type) if autocast else policy.weight.dtype
-    ours, theirs = _cast(policy, dtype), _cast(reference, dtype)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(accumulation_dtype(ours.states)).expand(ours.states.shape[0])
-    default = CPU_TILE if device.type == "cpu" else ACCELERATOR_TILE
-    tile = (token_tile or default[0], vocab_tile or default[1])
-    heads = tuple(Head(part.softcap, part.logit_scale, temperature, tile) for part in (ours, theirs))
+    ours, head = _prepared(policy, policy.weight, temperature, (token_tile, vocab_tile))
+    theirs, ref_head = _prepared(reference, policy.weight, temperature, (token_tile, vocab_tile))
+    heads, device = (head, ref_head), ours.states.device
     small = token_tile is None and vocab_tile is None and ours.states.shape[0] * ours.weight.shape[0] <= DIRECT_ELEMENTS
     with torch.autocast(device.type, enabled=False):
         if small:
@@ -152,10 +150,57 @@ def divergence(
         return cast(Tensor, apply(ours.states, ours.weight, ours.bias, theirs.states, theirs.weight, theirs.bias, *heads))
 
 
-def _cast(head: ReferenceHead, dtype: torch.dtype) -> ReferenceHead:
-    return head._replace(
-        states=head.states.to(dtype), weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype)
-    )
+@torch.no_grad()
+def sum_of_squares(
+    head: ReferenceHead, *, temperature: float | Tensor = 1.0, token_tile: int | None = None, vocab_tile: int | None = None
+) -> Tensor:
+    """Compute sum_j p_j^2 per token from hidden states and an LM head: how likely two draws agree.
+
+    Args:
+        head: States and head of a model.
+        temperature: One number or [n], positive: divides the logits.
+        token_tile: Tokens per tile.
+        vocab_tile: Vocabulary entries per tile.
+
+    Returns:
+        [n] in (0, 1], without gradient: fp32 (fp64 if the head is).
+
+    Example:
+        >>> sum_of_squares(ReferenceHead(torch.ones(1, 1), torch.zeros(4, 1), None, 1.0, None))
+        tensor([0.2500])
+    """
+    part, cut = _prepared(head, head.weight, temperature, (token_tile, vocab_tile))
+    with torch.autocast(part.states.device.type, enabled=False):
+        tiles = Tiles(part.states, part.weight, part.bias, cut)
+        result = torch.empty(part.states.shape[0], dtype=tiles.dtype, device=part.states.device)
+        for rows in cut.cut(part.states.shape[0], 0):
+            maximum = torch.full_like(result[rows], -1e30)
+            total, squares = torch.zeros_like(maximum), torch.zeros_like(maximum)
+            for columns in cut.cut(part.weight.shape[0], 1):
+                logits = tiles.logits(rows, columns)
+                new_maximum = torch.maximum(maximum, logits.amax(dim=1))
+                shrink = (maximum - new_maximum).exp()
+                exponentials = logits.sub_(new_maximum[:, None]).exp_()
+                total = shrink * total + exponentials.sum(dim=1)
+                squares = shrink.square() * squares + exponentials.square_().sum(dim=1)
+                maximum = new_maximum
+            result[rows] = squares / total.square()
+    return result
+
+
+def _prepared(
+    part: ReferenceHead, like: Tensor, temperature: float | Tensor, tile: tuple[int | None, int | None]
+) -> tuple[ReferenceHead, Head]:
+    """Cast as nn.Linear under autocast, else as the weight ``like``: both models' logits are rounded alike."""
+    device = part.states.device.type
+    autocast = torch.is_autocast_enabled(device) and like.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if autocast else like.dtype
+    bias = None if part.bias is None else part.bias.to(dtype)
+    part = part._replace(states=part.states.to(dtype), weight=part.weight.to(dtype), bias=bias)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach().to(accumulation_dtype(part.states)).expand(part.states.shape[0])
+    default = CPU_TILE if device == "cpu" else ACCELERATOR_TILE
+    return part, Head(part.softcap, part.logit_scale, temperature, (tile[0] or default[0], tile[1] or default[1]))
 
 
 def _logits(part: ReferenceHead, head: Head) -> Tensor:

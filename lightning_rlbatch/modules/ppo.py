@@ -242,6 +242,8 @@ class PPOModule(PPORoles):
             passes["ref_log_probs"] = lambda micro_batch: reference(micro_batch, temperature=temperature).log_probs
         elif self.needs_reference:
             passes["ref_log_probs"] = self._base_log_probs
+        if self.advantage.needs_sum_pi_squared:
+            passes["sum_pi_squared"] = lambda micro_batch: policy(micro_batch, temperature=temperature, only_squares=True)
         if self.has_values:
             passes["values"] = lambda micro_batch: critic(micro_batch, with_log_probs=False, with_values=True).values
         return passes
@@ -292,6 +294,7 @@ class PPOModule(PPORoles):
             token_rewards: ``[T]``: what each token adds to the reward (a KL penalty), or None.
         """
         samples, estimator = store.samples, self.advantage
+        names = {"log_probs": "old_log_probs", "sum_pi_squared": "sum_pi_squared"} if estimator.needs_sum_pi_squared else {}
         # Rewards stay in fp64 until they have been compared: near-equal ones far from 0 are not so in fp32.
         result = estimator(
             samples["reward"],
@@ -303,6 +306,7 @@ class PPOModule(PPORoles):
             baseline_rewards=samples["baseline_reward"] if estimator.needs_baseline_rewards else None,
             component_rewards=samples["component_rewards"] if estimator.needs_component_rewards else None,
             peers=data_parallel_peers(self),
+            **{name: samples[field] for name, field in names.items()},
         )
         dtype = samples["old_log_probs"].dtype
         return {"advantages": result.advantages.to(dtype), "returns": result.returns.to(dtype)}

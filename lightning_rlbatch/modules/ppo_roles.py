@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_rlbatch.functional import KLController
+from lightning_rlbatch.functional import AdvantageEstimator, KLController
 from lightning_rlbatch.models.full_kl import FullKLScorer
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.adapters import adapter_layers
@@ -34,6 +34,7 @@ class PPORoles(PPOUpdate):
     policy_source: ModelSource
     reward_model_source: ModelSource | None
     reward_names: list[str]
+    advantage: AdvantageEstimator
     kl_reward: KLController | None
     critic_lr: float | None
     max_rollout_batch_size: int | None
@@ -71,7 +72,7 @@ class PPORoles(PPOUpdate):
             self.critic = self._scorer(cast(PreTrainedModel, critic.base_model), value_head=True)
 
     def _scorer(self, model: PreTrainedModel, *, value_head: bool = False) -> TokenScorer:
-        scorer = FullKLScorer if self.has_full_kl else TokenScorer
+        scorer = FullKLScorer if self.has_full_kl or self.advantage.needs_sum_pi_squared else TokenScorer
         return scorer(
             model,
             value_head=value_head,

@@ -33,6 +33,7 @@ from lightning_rlbatch.functional.estimators_group import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
+from lightning_rlbatch.functional.optimal_token_baseline import OTB, optimal_token_baseline
 from lightning_rlbatch.functional.pass_at_k import best_of_k, pass_at_k_training_advantages
 
 NAN = float("nan")
@@ -268,6 +269,35 @@ def test_rewards_may_be_a_list_with_none_and_groups_any_names():
     assert gdpo_advantages([[1, 0], [0, 10]], [0, 0]).advantages.abs().max() < 1e-5
 
 
+def slow_token_baseline(returns, log_probs, squares, groups, masks):
+    """One cell after the other: group and number of the response token."""
+    cells = {}
+    for i, mask in enumerate(masks):
+        weight, place = 0.0, 0
+        for t in range(len(mask)):
+            if mask[t]:
+                weight += 1 - 2 * math.exp(log_probs[i][t]) + squares[i][t]
+                cells.setdefault((groups[i], place), []).append((weight, returns[i][t], i, t))
+                place += 1
+    out = [[0.0] * len(mask) for mask in masks]
+    for members in cells.values():
+        total = sum(weight for weight, *_ in members)
+        for _, _, i, t in members:
+            out[i][t] = sum(weight * value for weight, value, *_ in members) / total
+    return [x for row in out for x in row]
+
+
+def test_the_optimal_token_baseline_equals_the_slow_loop_over_tokens():
+    every = list(range(12))
+    (_, groups, mask, cu_seqlens), extra = ITERATION.arguments(OTB(), every)
+    returns = torch.randn(mask.shape[0], generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    found = optimal_token_baseline(returns, extra["log_probs"], extra["sum_pi_squared"], groups, mask, cu_seqlens)
+    lengths = [len(m) for m in ITERATION.masks]
+    rows = [[x.tolist() for x in field.split(lengths)] for field in (returns, extra["log_probs"], extra["sum_pi_squared"])]
+    expected = slow_token_baseline(*rows, groups.tolist(), [m.tolist() for m in ITERATION.masks])
+    torch.testing.assert_close(found, double(expected), rtol=1e-9, atol=1e-12)
+
+
 def test_lists_integers_and_mixed_precision_are_taken_as_what_they_mean():
     mask, cu_seqlens = torch.tensor([0, 1, 1, 0, 1]), [0, 3, 5]
     expected = gae(double([0, 0, 1, 0, 2]), double([0, 0.5, 0.5, 0, 1]), mask.bool(), torch.tensor(cu_seqlens))
@@ -277,7 +307,7 @@ def test_lists_integers_and_mixed_precision_are_taken_as_what_they_mean():
     assert place_rewards([1, None], mask, cu_seqlens).tolist() == [0, 0, 1, 0, 0]
     assert whiten(torch.tensor([1, 3, 9]), torch.tensor([1, 1, 0])).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0])
     for name, estimator in ESTIMATORS.items():
-        if not estimator.needs_baseline_rewards and not estimator.needs_component_rewards:
+        if not (estimator.needs_baseline_rewards or estimator.needs_component_rewards or estimator.needs_sum_pi_squared):
             values = {"values": torch.zeros(5)} if estimator.needs_values else {}
             result = estimator([1, None], [0, 0], mask, cu_seqlens, **values)
             whole = estimator(double([1.0, NAN]), torch.tensor([0, 0]), mask.bool(), torch.tensor(cu_seqlens), **values)
@@ -338,6 +368,7 @@ ESTIMATORS = {
     "pass_at_k": PassAtK(),
     "pass_at_k training": PassAtKTraining(k=2),
     "opo": OPO(),
+    "otb": OTB(),
     "remax": ReMax(),
     "gdpo": GDPO(weights=[1.0, 0.5]),
 }
@@ -357,7 +388,9 @@ class Iteration:
         self.baseline = torch.rand(12, generator=generator, dtype=torch.float64)
         self.values = [torch.randn(len(m), generator=generator, dtype=torch.float64) for m in self.masks]
         self.token_rewards = [torch.randn(len(m), generator=generator, dtype=torch.float64) * 0.1 for m in self.masks]
-        for fields in (self.values, self.token_rewards):
+        self.log_probs = [torch.rand(len(m), generator=generator, dtype=torch.float64).log() for m in self.masks]
+        self.squares = [x.exp().square() + 0.1 * torch.rand(len(x), generator=generator, dtype=torch.float64) for x in self.log_probs]
+        for fields in (self.values, self.token_rewards, self.log_probs, self.squares):
             for x, mask in zip(fields, self.masks):
                 x[~mask] = NAN
 
@@ -370,6 +403,8 @@ class Iteration:
         index = torch.tensor(indices, dtype=torch.int64)
         extra = {"values": tokens(self.values), "baseline_rewards": self.baseline[index]}
         extra["component_rewards"] = self.components[index]
+        if estimator.needs_sum_pi_squared:
+            extra |= {"log_probs": tokens(self.log_probs), "sum_pi_squared": tokens(self.squares)}
         extra["token_rewards"] = None if estimator.needs_component_rewards else tokens(self.token_rewards)
         return (self.rewards[index], self.groups[index], tokens(self.masks).bool(), lengths.cumsum(0)), extra
 

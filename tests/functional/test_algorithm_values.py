@@ -26,6 +26,7 @@ from lightning_rlbatch.functional.losses import LossTerms, ppo_clip_loss
 from lightning_rlbatch.functional.losses_covariance import clip_cov_loss, kl_cov_loss, select_clip_cov, select_kl_cov, token_keys
 from lightning_rlbatch.functional.losses_sequence import gmpo_loss
 from lightning_rlbatch.functional.losses_token import dppo_loss, reinforce_loss, sapo_loss
+from lightning_rlbatch.functional.optimal_token_baseline import optimal_token_baseline
 from lightning_rlbatch.functional.value import value_loss
 
 GROUPS = {"a": 0, "b": 1, "c": 2}
@@ -256,6 +257,22 @@ def test_gdpo_of_two_rewards_gives_the_case_once_the_singleton_keeps_its_reward(
     close(ours, whiten(spread_to_tokens(total, mask, cu_seqlens), mask))
 
 
+@pytest.mark.parametrize("name", ["adv_otb", "adv_tir_otb"])
+def test_the_optimal_token_baseline_gives_the_case_where_two_rollouts_can_be_compared(name):
+    case = CASES[name]
+    given = case["input"]
+    mask, cu_seqlens = mask_of(given["mask"])
+    returns = discounted_returns(padded(given["rewards"]), mask, cu_seqlens)
+    close(returns, padded(case["expected"]["returns"]))
+    tokens = (returns, padded(given["old_probs"]).log(), padded(given["sum_pi_squared"]))
+    advantages = returns - optimal_token_baseline(*tokens, torch.tensor(given["index"]), mask, cu_seqlens)
+    # Where only the longest rollout of a group is left, theirs has no baseline: the raw return. Ours is 0, as for a group of one.
+    alone = torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]).flatten().bool()
+    close(advantages[~alone], padded(case["expected"]["advantages"])[~alone])
+    assert advantages[alone].eq(0).all()
+    close(padded(case["expected"]["advantages"])[alone], returns[alone])
+
+
 def test_group_statistics_give_the_case_but_for_the_singleton():
     case = CASES["group_mean_std"]
     group = group_statistics(torch.tensor(case["input"]["scores"], dtype=torch.float64), torch.tensor(case["input"]["group"]))
@@ -436,7 +453,7 @@ def test_value_loss_gives_the_case(name):
 def test_every_case_of_this_area_is_used_or_listed_here():
     used_elsewhere = {"partition", "workload", "micro_batches", "micro_batches_strict", "group_balance", "ulysses"}
     text = Path(__file__).read_text()
-    not_built = {"adv_otb", "adv_tir_otb", "response_mask_eos"}
+    not_built = {"response_mask_eos"}
     for name, case in CASES.items():
         assert case["area"] in used_elsewhere or name in not_built or f'"{name}"' in text, name
 

@@ -86,7 +86,18 @@ def test_every_algorithm_is_a_frozen_dataclass_with_defaults(module):
             kind().anything = 1
 
 
-SOURCES = ["advantages", "advantages_group", "pass_at_k", "losses", "losses_token", "losses_sequence", "losses_covariance", "kl", "value"]
+SOURCES = [
+    "advantages",
+    "advantages_group",
+    "pass_at_k",
+    "optimal_token_baseline",
+    "losses",
+    "losses_token",
+    "losses_sequence",
+    "losses_covariance",
+    "kl",
+    "value",
+]
 SOURCES += ["importance", "filters", "aggregation", "algorithms", "estimators", "estimators_group"]
 # No formula of a paper: sums, shapes, checks, containers.
 TOOLS = {

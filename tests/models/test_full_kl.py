@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rlbatch.functional.kl import full_kl
-from lightning_rlbatch.models.full_kl import ReferenceHead, divergence
+from lightning_rlbatch.models.full_kl import ReferenceHead, divergence, sum_of_squares
 
 TOKENS, HIDDEN, VOCABULARY = 13, 8, 37
 
@@ -66,6 +66,13 @@ def test_half_precision_states_give_fp32_divergences_close_to_exact_ones(tiles):
     torch.testing.assert_close(value.double(), exact, rtol=0.03, atol=0.03)
     gradients = torch.autograd.grad(divergence(policy, reference, **tiles).sum(), leaves)
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
+
+
+@pytest.mark.parametrize("tiles", [{}, {"token_tile": 4, "vocab_tile": 10}], ids=["whole", "tiled"])
+def test_sum_of_squares_is_that_of_the_probabilities(tiles):
+    head = make_head(0, softcap=3.0)
+    expected = plain_logits(head, 0.8).softmax(-1).square().sum(-1)
+    torch.testing.assert_close(sum_of_squares(head, temperature=0.8, **tiles), expected, rtol=1e-12, atol=1e-14)
 
 
 class LargestTensor(TorchDispatchMode):

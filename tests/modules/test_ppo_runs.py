@@ -22,7 +22,7 @@ from helpers import (
 )
 
 from lightning_rlbatch.data import RolloutDataModule
-from lightning_rlbatch.functional import GAE, GRPO, AdaptiveKL
+from lightning_rlbatch.functional import GAE, GRPO, OTB, AdaptiveKL
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
@@ -121,6 +121,7 @@ RUNS = {  # options of module, data and Trainer; an iteration has two mini-batch
         {"planner": "per_rank", "critic_max_tokens_per_rank": 20},
         {"max_epochs": 1},
     ),
+    "token baseline": ({"critic": None, "advantage": OTB()}, {}, {"max_epochs": 1}),
     "static": ({"critic": "shared"}, {"max_tokens_per_rank": None, "micro_batch_size": 2}, {"max_epochs": 1}),
 }
 LAYOUTS = [(1, "auto", 1), (2, "fsdp", 1), (2, "ddp", 1), (4, "fsdp", 1), (4, "fsdp", 2)]
@@ -145,7 +146,7 @@ def runs():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} x {layout[1]}, sp {layout[2]}")
 def test_whole_run_does_not_depend_on_the_layout(layout, name, runs):
     expected = runs[LAYOUTS[0]][0][name]
-    assert len(expected.metrics) == {"ppo": 8, "missing verdicts": 4, "two rewards": 2, "static": 2}[name]
+    assert len(expected.metrics) == {"ppo": 8, "missing verdicts": 4, "two rewards": 2, "token baseline": 2, "static": 2}[name]
     for rank in runs[layout]:
         run = rank[name]
         assert run.global_step == len(run.metrics) == len(expected.metrics)
