@@ -181,7 +181,7 @@ def measure_head(size: Size, device: str) -> None:
     """Measure time and memory of the scoring head."""
     tokens, vocabulary, hidden = size.head
     print_header(["scoring head", "dtype", "ms", "extra MB"])
-    for method in ("naive", "ours"):
+    for method in ("naive", "ours", "ours, all kept"):
         for dtype in ("bf16", "fp32"):
             seconds, megabytes = scoring.measure(method, tokens, vocabulary, hidden, dtype, device, 3)
             print_row([f"{method}, {tokens:,} x {vocabulary:,}", dtype, f"{1000 * seconds:.1f}", f"{megabytes:,.0f}"])

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
+from benchmarks.measuring import machine, print_header, print_row
 from lightning_rlbatch.models.scoring import token_log_probs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,7 +41,17 @@ def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     return token_log_probs(hidden, weight, targets)
 
 
-METHODS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]] = {"naive": naive, "ours": ours, "liger": liger}
+def ours_all_kept(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Score with this package and memory for every tile."""
+    return token_log_probs(hidden, weight, targets, head_memory_mib=1 << 20)
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]] = {
+    "naive": naive,
+    "ours": ours,
+    "ours, all kept": ours_all_kept,
+    "liger": liger,
+}
 
 
 def available(name: str) -> bool:
@@ -131,7 +142,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=1)
     options = parser.parse_args()
-    print(f"{'tokens':>8} {'vocab':>8} {'dtype':>5} {'method':>6} {'seconds':>9} {'extra MB':>9} {'time':>6} {'memory':>7}")
+    print(f"{machine()}\nOne forward and backward pass, 1 thread, hidden size {options.hidden}, median of {options.repeats}\n")
+    print_header(["tokens x vocabulary", "dtype", "method", "seconds", "of the first", "extra MB", "of the first"])
     for tokens in options.tokens:
         for vocabulary in options.vocabulary:
             for dtype in options.dtype:
@@ -139,8 +151,8 @@ def main() -> None:
                 for method in options.method:
                     seconds, megabytes = in_own_process(method, tokens, vocabulary, options.hidden, dtype, options.device, options.repeats)
                     first = first or (seconds, megabytes)
-                    ratios = f"{seconds / first[0]:5.2f}x {megabytes / first[1]:6.3f}x"
-                    print(f"{tokens:8} {vocabulary:8} {dtype:>5} {method:>6} {seconds:9.3f} {megabytes:9.0f} {ratios}", flush=True)
+                    numbers = [f"{seconds:.2f}", f"{seconds / first[0]:.2f}x", f"{megabytes:,.0f}", f"{megabytes / first[1]:.3f}x"]
+                    print_row([f"{tokens:,} x {vocabulary:,}", dtype, method, *numbers])
 
 
 if __name__ == "__main__":

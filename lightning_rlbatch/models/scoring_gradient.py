@@ -154,14 +154,18 @@ class _Gradient:
         return head.backward_(grad, logits, head.rows(rows))
 
     def _logits_and_probabilities(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Return a tile's logits and p in the two buffers; logits whose p is 0 may be any finite number."""
+        """Return a tile's logits and p in the two buffers.
+
+        Logits whose p is 0 may be any finite number, and all may be anything if neither entropy nor soft cap needs them.
+        """
         kept = self.tiles.kept_tile(rows, columns)
         if kept is None:
             logits = self.tiles.logits(rows, columns)
             return logits, self._probabilities(logits, rows, columns)
         exponentials, centre = kept
-        smallest = torch.finfo(exponentials.dtype).tiny
-        logits = torch.clamp(exponentials, min=smallest, out=self.tiles.buffer(0, rows, columns)).log_().add_(centre[:, None])
+        logits = self.tiles.buffer(0, rows, columns)
+        if self.grad_entropy is not None or self.tiles.head.softcap is not None:
+            torch.clamp(exponentials, min=torch.finfo(exponentials.dtype).tiny, out=logits).log_().add_(centre[:, None])
         return logits, torch.mul(exponentials, (centre - self.lse[rows]).exp()[:, None], out=self.tiles.buffer(1, rows, columns))
 
     def _probabilities(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
