@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
@@ -26,9 +25,9 @@ from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.hyperparameters import hyperparameters
 from lightning_rlbatch.modules.step_sums import accumulate, ratios
+from lightning_rlbatch.modules.stop_hooks import StopsTogether
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
 from lightning_rlbatch.strategies.access import averages_over, check_collectives, meshes_of
-from lightning_rlbatch.strategies.stopping import Result, StopAgreement
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 LRSchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -61,7 +60,7 @@ class MicroBatchOutput:
 MicroBatchStep = Callable[[PackedBatch, Denominators], MicroBatchOutput]
 
 
-class RLBatchModule(pl.LightningModule):
+class RLBatchModule(StopsTogether):
     """Run the micro-batches of a mini-batch, then one optimizer step: one Lightning batch = one ``global_step``.
 
     A subclass builds its models in :meth:`build_models` and defines :meth:`micro_batch_step`. The gradient is the same
@@ -97,7 +96,6 @@ class RLBatchModule(pl.LightningModule):
         self._step_metrics: dict[str, float] = {}
         self._empty_step = False
         self._skipped = False
-        self._stops: StopAgreement | None = None
         self._warned: set[str] = set()
         self._logged: set[str] = set()
 
@@ -175,43 +173,6 @@ class RLBatchModule(pl.LightningModule):
         if self.lr_scheduler_factory is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler_factory(optimizer)}
-
-    @override
-    def on_train_start(self) -> None:
-        self._stops = StopAgreement(self.trainer)
-
-    @override
-    def on_train_end(self) -> None:
-        self._stops = None
-
-    @override
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._stop_together()
-
-    @override
-    def on_train_epoch_end(self) -> None:
-        self._stop_together()
-
-    @override
-    def on_validation_end(self) -> None:
-        self._stop_together()
-
-    def stoppable(self, collect: Callable[[], Result], *, only_signals: bool = False) -> Result:
-        """Run what collects rollouts, on all ranks together; stop all of them if one is to stop in the meantime.
-
-        Args:
-            collect: Collects; what it does alone on this rank, inside :meth:`interruptible`, ends at once.
-            only_signals: True does not heed ``should_stop``.
-        """
-        return collect() if self._stops is None else self._stops.collect(collect, only_signals=only_signals)
-
-    def interruptible(self) -> AbstractContextManager[None]:
-        """Return a context for generation and rewards: without collectives inside, and ended by the wish to stop."""
-        return nullcontext() if self._stops is None else self._stops.interruptible()
-
-    def _stop_together(self) -> None:
-        if self._stops is not None:  # this hook runs after the callbacks', and before Lightning looks whether to stop
-            self._stops.agree()
 
     @override
     def training_step(self, batch: MiniBatch, batch_idx: int) -> None:

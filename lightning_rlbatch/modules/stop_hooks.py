@@ -1,0 +1,56 @@
+"""The hooks in which all ranks agree whether to stop."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_rlbatch.strategies.stopping import Result, StopAgreement
+
+
+class StopsTogether(pl.LightningModule):
+    """Stops all ranks after the same step, or in the same collection, whichever of them is told to stop.
+
+    A subclass that overrides one of the hooks calls it.
+    """
+
+    _stops: StopAgreement | None = None
+
+    @override
+    def on_train_start(self) -> None:
+        self._stops = StopAgreement(self.trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        self._stops = None
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._stop_together()
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        self._stop_together()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._stop_together()
+
+    def _stop_together(self) -> None:
+        if self._stops is not None:  # this hook runs after the callbacks', and before Lightning looks whether to stop
+            self._stops.agree()
+
+    def stoppable(self, collect: Callable[[], Result], *, only_signals: bool = False) -> Result:
+        """Run what collects rollouts, on all ranks together; stop all of them if one is to stop in the meantime.
+
+        Args:
+            collect: Collects; what it does alone on this rank, inside :meth:`interruptible`, ends at once.
+            only_signals: True does not heed ``should_stop``.
+        """
+        return collect() if self._stops is None else self._stops.collect(collect, only_signals=only_signals)
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Return a context for generation and rewards: without collectives inside, and ended by the wish to stop."""
+        return nullcontext() if self._stops is None else self._stops.interruptible()
