@@ -101,6 +101,11 @@ class AdvantageEstimator(ABC):
     needs_sum_pi_squared: ClassVar[bool] = False
     whiten: bool = False
 
+    @property
+    def min_group_size(self) -> int:
+        """Fewest rollouts of a prompt with which an advantage can differ from 0."""
+        return 1
+
     def __call__(
         self,
         rewards: Rewards,

@@ -145,6 +145,11 @@ class PassAtKTraining(OutcomeEstimator):
         if self.k < 1:
             raise ValueError(f"Expected k to be at least 1 but got {self.k}.")
 
+    @property
+    def min_group_size(self) -> int:
+        """One more than k: k rollouts are one subset."""
+        return self.k + 1
+
     def compare(self, *columns: Tensor) -> SampleAdvantages:
         """See ``pass_at_k_training_advantages``."""
         return pass_at_k_training_advantages(*columns, k=self.k, normalize_by_std=self.normalize_by_std, eps=self.eps)

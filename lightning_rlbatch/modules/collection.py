@@ -16,6 +16,7 @@ from lightning_rlbatch.distributed.reductions import all_reduce_max, all_reduce_
 from lightning_rlbatch.functional.filters import overlong_penalty, zero_variance_groups
 from lightning_rlbatch.functional.metrics import length_metrics
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.modules.ppo_checks import check_group_size
 from lightning_rlbatch.modules.preparation import RolloutPreparation
 from lightning_rlbatch.modules.reward_model import score_sequences
 from lightning_rlbatch.modules.sampling import Rollout, RolloutSampler, pack_rollouts
@@ -52,6 +53,7 @@ class RolloutCollector:
             options: How samples are cut.
         """
         module, sampler = self.module, self.sampler
+        check_group_size(module, sampler.prompts.rollouts_per_prompt)
         with scoring_context(module):
             with self._timed("sync_weights"):
                 sync_weights(module)

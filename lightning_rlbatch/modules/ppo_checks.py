@@ -36,6 +36,11 @@ def check_ppo_options(module: "PPOModule") -> None:
             f"The advantage {type(module.advantage).__name__} needs values. Set critic (for example to the same source as policy, or to"
             " 'shared'), or use an estimator without values such as GRPO."
         )
+    if module.advantage.needs_component_rewards and module.kl_reward is not None:
+        raise ValueError(
+            f"The advantage {type(module.advantage).__name__} normalizes each reward on its own and has no place for a KL penalty in the"
+            " reward. Remove kl_reward, and put the penalty into the loss (kl_coefficient)."
+        )
     if module.temperature <= 0:
         raise ValueError(f"Expected temperature to be positive but got {module.temperature}: rollouts to learn from must be sampled.")
     if module.loss_aggregation not in AGGREGATION_MODES:
@@ -70,3 +75,21 @@ def check_ppo_options(module: "PPOModule") -> None:
     check_head_memory(module.head_memory_mib)
     if module.max_sampling_rounds < 1:
         raise ValueError(f"Expected max_sampling_rounds to be at least 1 but got {module.max_sampling_rounds}.")
+
+
+def check_group_size(module: "PPOModule", rollouts_per_prompt: int) -> None:
+    """Refuse groups too small for the estimator to learn from, before anything is sampled.
+
+    Args:
+        module: The module that samples.
+        rollouts_per_prompt: Of the data module.
+
+    Raises:
+        ValueError: Every advantage would be 0.
+    """
+    needed = module.advantage.min_group_size
+    if rollouts_per_prompt < needed:
+        raise ValueError(
+            f"The advantage {module.advantage} needs at least {needed} rollouts of a prompt but rollouts_per_prompt is"
+            f" {rollouts_per_prompt}: every advantage would be 0. Raise rollouts_per_prompt, or choose another estimator."
+        )

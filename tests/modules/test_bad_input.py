@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rlbatch.data import BatchingOptions, RolloutDataModule, SFTDataModule
-from lightning_rlbatch.functional import FixedKL, FunctionLoss
+from lightning_rlbatch.functional import GDPO, FixedKL, FunctionLoss, PassAtKTraining
 from lightning_rlbatch.modules import PPOModule, SFTModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
@@ -280,3 +280,17 @@ def test_a_reward_function_given_by_name_in_python_is_refused_at_once():
 def test_a_full_divergence_in_the_reward_is_refused_with_where_it_can_be(kind):
     with pytest.raises(ValueError, match=r"stored log-probs of sampled tokens(.|\n)*kl_kind"):
         PPOModule(tiny_llama, [length_reward], kl_reward=FixedKL(0.1), kl_reward_kind=kind)
+
+
+def test_more_tries_than_rollouts_are_refused_before_anything_is_sampled():
+    def make(rank):
+        return ScriptedPPO(tiny_llama, [length_reward], advantage=PassAtKTraining(k=2)), ppo_data(rollouts_per_prompt=2)
+
+    for kind, message in errors_of(make, 1, "auto"):
+        assert kind is ValueError
+        assert "needs at least 3 rollouts of a prompt but rollouts_per_prompt is 2" in message
+
+
+def test_a_kl_penalty_in_the_reward_beside_rewards_normalized_one_by_one_is_refused():
+    with pytest.raises(ValueError, match="GDPO normalizes each reward on its own"):
+        PPOModule(tiny_llama, [length_reward], advantage=GDPO(), kl_reward=FixedKL(0.1))
