@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaModel
 
+from benchmarks.measuring import machine, print_header, print_row
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.attention import attach_packed_attention
 from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
@@ -90,11 +91,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of Ulysses ranks (CPU only)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    print(f"{'tokens':>7} {'samples':>7} {'fill':>5}  {'method':<18} {'seconds':>8} {'extra MB':>9}")
+    print(f"{machine()}\n{options.layers} layers, hidden size {options.hidden_size}, forward and backward, 1 thread per rank\n")
+    print_header(["tokens", "samples, fill", "way", "CPU s", "of packed", "extra MB", "of packed"])
     for tokens in options.tokens:
         batch = make_batch(tokens, options.longest)
         fill = tokens / (batch.num_samples * batch.max_seqlen)
         jobs = [("packed", 1), *(("packed", size) for size in options.ranks if options.device == "cpu"), ("padded", 1), ("masked", 1)]
+        first: tuple[float, float] | None = None
         for method, ranks in jobs:
             sizes = (method, options.device, batch, options.hidden_size, options.layers)
             if options.device == "cuda":  # a forked process cannot use a GPU that its parent has used
@@ -102,7 +105,9 @@ def main() -> None:
             else:
                 seconds, memory = (max(values) for values in zip(*run_distributed(measure, ranks, *sizes, timeout=900.0, pg_timeout=600.0)))
             name = method if ranks == 1 else f"{method}, {ranks} ranks"
-            print(f"{tokens:>7} {batch.num_samples:>7} {fill:>5.0%}  {name:<18} {seconds:>8.2f} {memory:>9.0f}", flush=True)
+            first = first or (seconds, memory)
+            numbers = [f"{seconds:.2f}", f"{seconds / first[0]:.2f}x", f"{memory:,.0f}", f"{memory / first[1]:.2f}x"]
+            print_row([f"{tokens:,}", f"{batch.num_samples}, {fill:.0%}", name, *numbers])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure partitions and step plans beside verl's functions, in one table.
 
-Run ``python benchmarks/balancing.py`` (about two minutes on one core; ``--seeds 1`` is quicker). verl's column appears if its package
+Run ``python -m benchmarks.balancing`` (about two minutes on one core; ``--seeds 1`` is quicker). verl's column appears if its package
 can be found (``pip install --no-deps verl`` suffices: only its ``seqlen_balancing.py`` is loaded). Times are CPU milliseconds of one
 thread, the median of three runs. Step times are those of the cost model: the sum over micro-steps of the slowest rank's workload.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.measuring import machine
 from lightning_rlbatch.functional.balancing import balanced_partition
 from lightning_rlbatch.functional.bounds import equal_partition_bound, step_workload_bound
 from lightning_rlbatch.functional.planning import MICRO_STEP_OVERHEAD, plan_mini_batch
@@ -219,6 +220,7 @@ def main() -> None:
     verl = load_verl()
     plan_mini_batch([3, 2, 1], dp_size=2, max_tokens_per_rank=8)  # imports and caches are not part of any measurement
     balanced_partition(list(range(100)), 4, equal_size=True)
+    print(f"{machine()}\n")
     print("| item | lightning_rlbatch | verl, as it calls them | ratio | goal |\n|---|---|---|---|---|")
     for rows in (partition_rows(verl, seeds), planner_rows(verl), step_rows(verl, seeds)):
         for row in rows:

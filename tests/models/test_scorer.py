@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_models import checkpoint_layers
 from torch import Tensor, nn
 
 from lightning_rlbatch.functional.packing import PackedBatch
@@ -184,7 +185,7 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     batch, model = make_batch(), tiny()
     scorer = TokenScorer(model)
     expected = gradients(scorer, weighted(scorer(batch).log_probs))
-    model.activation_checkpointing_enable()
+    checkpoint_layers(model)
     model.train()
     assert_same_gradients(gradients(scorer, weighted(scorer(batch).log_probs)), expected, relative=1e-6)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from tiny_models import checkpoint_layers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -111,7 +112,7 @@ def test_sharded_gradients_equal_those_of_one_process(tied: bool, checkpointing:
     def check(rank: int, world_size: int) -> None:
         scorer = make_scorer(model)
         if checkpointing:
-            scorer.model.activation_checkpointing_enable()
+            checkpoint_layers(scorer.model)
             scorer.train()
         shard(scorer)
         run(scorer, batches[rank::2], float(world_size), with_entropy=True)
