@@ -27,7 +27,7 @@ def show_methods(rows: list[dict[str, Any]], plans: list[BatchPlan], mini_batche
     console.print(
         Text(
             f"{len(lengths)} samples, {sum(lengths):,} tokens (longest {max(lengths):,}, mean {sum(lengths) / len(lengths):,.0f}), "
-            f"{len(plans)} mini-batch(es), {plan.dp_size} data-parallel ranks x {plan.sp_size}, {cap} per micro-batch",
+            f"{len(plans)} mini-batch{'es' * (len(plans) > 1)}, {plan.dp_size} data-parallel ranks x {plan.sp_size}, {cap} per micro-batch",
             style="bold",
         )
     )

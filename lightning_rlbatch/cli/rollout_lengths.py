@@ -51,8 +51,9 @@ def read_iterations(path: str, encode: Encode | None = None) -> list[IterationLe
     """Read every iteration of a folder of rollouts.
 
     Args:
-        path: What :class:`RolloutRecorder` wrote, or JSON lines: of :class:`RolloutLogger`, or another trainer's dump.
-        encode: Turns text into tokens; needed for JSON lines that do not count the tokens of prompt and response themselves.
+        path: What :class:`RolloutRecorder` wrote, or JSON lines or Parquet files: of :class:`RolloutLogger`, or another
+            trainer's dump.
+        encode: Turns text into tokens; needed for rows that do not count the tokens of prompt and response themselves.
 
     Raises:
         ValueError: There are no rollouts, or a line's tokens cannot be counted; the message says where and what to do.
@@ -60,11 +61,11 @@ def read_iterations(path: str, encode: Encode | None = None) -> list[IterationLe
     folder = Path(path)
     if any(folder.glob("iteration_*/*.safetensors")):
         return _recorded(folder)
-    files = [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl"))
+    files = [folder] if folder.is_file() else sorted(file for file in folder.rglob("*") if file.suffix in (".jsonl", ".parquet"))
     if not files:
         raise ValueError(
-            f"{path} has no rollouts: expected iteration_000000/rank_00000.safetensors of RolloutRecorder, or .jsonl files of"
-            " RolloutLogger or another trainer."
+            f"{path} has no rollouts: expected iteration_000000/rank_00000.safetensors of RolloutRecorder, or .jsonl or"
+            " .parquet files of RolloutLogger or another trainer."
         )
     return _dumped(files, encode)
 
@@ -130,6 +131,13 @@ def count_tokens(row: dict[str, Any], place: str, encode: Encode | None) -> int:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if file.suffix == ".parquet":
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            raise ValueError(f"Reading {file} needs pyarrow: pip install pyarrow.") from None
+        yield from ((f"Row {number} of {file}", row) for number, row in enumerate(pyarrow.parquet.read_table(file).to_pylist(), start=1))
+        return
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         place = f"Line {number} of {file}"
         if line.strip():

@@ -72,7 +72,7 @@ def test_the_table_names_the_methods_and_the_picture_is_written(lengths_file, tm
     picture = tmp_path / "plan.png"
     out = run(capsys, lengths_file, "--dp", "4", "--max-tokens-per-rank", "4096", "--mini-batch-size", "64", "--picture", str(picture))
     assert all(name in out for name in ("before (contiguous)", "two-layer (per_rank)", "ours (global)"))
-    assert "2 mini-batch(es)" in " ".join(out.split())
+    assert "2 mini-batches" in " ".join(out.split())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -9,6 +9,7 @@ from helpers import make_trainer, tiny_llama
 
 from lightning_rlbatch.callbacks import RolloutLogger, RolloutRecorder
 from lightning_rlbatch.cli import main
+from lightning_rlbatch.cli.rollout_lengths import read_iterations
 from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.data.recording import RecordingHeader, folder_name, save_rollouts
 from lightning_rlbatch.functional.packing import PackedBatch
@@ -135,6 +136,21 @@ def test_a_dump_that_counts_its_tokens_needs_no_tokenizer(tmp_path, capsys):
     (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     answer = plan(capsys, "--from-rollouts", tmp_path, "--max-tokens-per-rank", 30)
     assert [iteration["num_tokens"] for iteration in answer["iterations"]] == [7 + 9 + 11, 4 + 6 + 8 + 10]
+
+
+def test_parquet_files_are_read_like_json_lines(tmp_path):
+    rows = [{"prompt": "p", "num_prompt_tokens": 3, "num_response_tokens": n, "reward": 1.0, "iteration": n % 2, "group_id": n // 2,
+             "sample_id": n} for n in range(1, 7)]  # fmt: skip
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def fn(rank, world_size):  # in a process of its own: pyarrow starts threads
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        return read_iterations(str(tmp_path / "rows.parquet"))
+
+    assert run_distributed(fn, 1, init_process_group=False) == [read_iterations(str(tmp_path / "lines.jsonl"))]
 
 
 @pytest.mark.parametrize(
