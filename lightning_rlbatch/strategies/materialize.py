@@ -1,5 +1,7 @@
 """Give every rank rank 0's weights, a block at a time, wherever they lie before: on the CPU, a GPU or the meta device."""
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,7 +25,8 @@ class Materializer:
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.device = device
         self.group = group
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old tensor alive, so that its id is not given away
+        # Old tensor to its copy, weakly: whole weights are freed as soon as the block that holds them is sharded.
+        self._seen: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
 
     def require_equal(self, module: nn.Module) -> None:
         """Refuse ranks that have built different models; collective.
@@ -64,9 +67,11 @@ class Materializer:
                 self._replace(child, name, buffer)
 
     def _replace(self, owner: nn.Module, name: str, old: Tensor) -> None:
-        if id(old) not in self._seen:
-            self._seen[id(old)] = (old, self._copied(old))
-        new = self._seen[id(old)][1]
+        known, copied = self._seen.get(id(old), (None, None))
+        new = copied() if known is not None and copied is not None and known() is old else None  # an id may belong to another one now
+        if new is None:
+            new = self._copied(old)
+            self._seen[id(old)] = (weakref.ref(old), weakref.ref(new))
         if new is not old:
             setattr(owner, name, new)
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -200,14 +201,15 @@ def test_pretrained_folder_is_read_on_rank_zero_alone_and_sharded_block_by_block
     source.save_pretrained(tmp_path / "model")
 
     def main(rank, size):
-        largest = 0
+        largest, copies = 0, []
 
         class Watched(Materializer):
             def __call__(self, module):
                 nonlocal largest
                 super().__call__(module)
-                held = sum(p.numel() for p in module.parameters() if not isinstance(p, DTensor) and not p.is_meta)
-                largest = max(largest, held)
+                copies.extend(weakref.ref(p) for p in module.parameters() if not isinstance(p, DTensor))
+                # What earlier blocks had is sharded by now, and must be gone.
+                largest = max(largest, sum(p.numel() for p in {id(p): p for p in (copy() for copy in copies) if p is not None}.values()))
 
         fsdp.Materializer = Watched  # in this forked process only
         module = sft(policy=str(tmp_path / "model"))
