@@ -45,7 +45,7 @@ class TransformersEngine:
         method: What runs the model step by step, see above.
 
     Raises:
-        ValueError: If the model is sharded, or an argument is out of range.
+        ValueError: If the model is sharded, an argument is out of range, or the method cannot run the model.
 
     Example:
         .. code-block:: python
@@ -86,7 +86,13 @@ class TransformersEngine:
         self.method = method
         self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
         # transformers renamed the argument within version 5
-        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        taken = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in taken else "past_key_values"
+        if method == "embedded" and not {self._cache_argument, "position_ids"} <= taken.keys():
+            raise ValueError(
+                f"method='embedded' needs a model that takes a cache and position_ids, but {type(model).__name__}.forward takes"
+                f" {', '.join(name for name in taken if name != 'kwargs')}. Set method='generate'."
+            )
         self._home = model.device
         self._asleep = False
 

@@ -77,6 +77,8 @@ def test_models_without_a_key_value_cache_are_sampled_by_their_own_generate() ->
     config = MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.3, pad_token_id=0)
     torch.manual_seed(0)
     model = MambaForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"MambaForCausalLM.forward takes input_ids, .*Set method='generate'"):
+        TransformersEngine(model, pad_token_id=0, attn_implementation=None)  # it would sample every token without the ones before
     engine = TransformersEngine(model, pad_token_id=0, attn_implementation=None, method="generate")
     for request, completion in zip(mixed_requests(4, 2), engine.generate(mixed_requests(4, 2), SAMPLING)):
         expected = reference_log_probs(model, request.prompt_ids, completion.token_ids)
