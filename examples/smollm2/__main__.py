@@ -36,9 +36,9 @@ def main() -> None:
     paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     # 9 query and 3 key/value heads: three ranks take 3 and 1 of them each; two ranks 5 and 4, and share the keys of some.
-    # The tolerance is wide for 30 layers in fp32: gradients are divided by the number of ranks, and a third is no binary fraction.
+    # float64, the default, tells an error from rounding: in float32 a gradient of 30 layers is off by 9e-5 when ranks share a sample.
     policy = "--model.init_args.policy=outputs/smollm2/policy"
-    checks = [["verify", "--config", CONFIG, policy, "--sp", size, "--lengths", "13,1,6,9", "--tolerance", "5e-4"] for size in ("3", "2")]
+    checks = [["verify", "--config", CONFIG, policy, "--sp", size, "--lengths", "13,1,6,9"] for size in ("3", "2")]
     for arguments in [*(checks if options.verify else []), ["fit", "--config", CONFIG, *overrides]]:
         code = subprocess.run([sys.executable, "-m", "lightning_rlbatch", *arguments], check=False, env=environment).returncode
         if code:
