@@ -28,7 +28,10 @@ def module_exists(name: str) -> bool:
         name: Import path or module.
     """
     top = name.partition(".")[0]
-    return top in sys.modules or top in sys.builtin_module_names or PathFinder.find_spec(top) is not None
+    try:  # a package that is installed for development may be found by a finder of its own
+        return top in sys.modules or importlib.util.find_spec(top) is not None
+    except ValueError:  # a module without a specification
+        return True
 
 
 def import_problem(path: str) -> str | None:
@@ -76,7 +79,7 @@ def _missing_import(tree: ast.Module, module: str) -> str | None:
         if isinstance(node, ast.ImportFrom) and not node.level and node.module:
             names = [node.module]
         for name in names:
-            if not module_exists(name) and importlib.util.find_spec(name.partition(".")[0]) is None:
+            if not module_exists(name):
                 return f"`{module}` imports `{name}`, which is not installed"
     return None
 

@@ -1,6 +1,7 @@
 """What a configuration names outside itself, and what the first screen of ``explain`` holds."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -40,6 +41,16 @@ def refused(content):
 @pytest.mark.parametrize("name", ["my_rewards.exact", "my_rewards.first", "math.fsum", "os.path.join", "statistics.fmean"])
 def test_a_function_that_can_be_imported_is_accepted_without_importing_it(name):
     assert refused(config(model={"reward_functions": [name]})) == []
+
+
+def test_a_module_that_only_an_import_hook_finds_is_accepted(tmp_path, monkeypatch):
+    class Hook:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return importlib.util.spec_from_file_location(name, tmp_path / "my_rewards.py") if name == "hooked" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook])  # as packages installed for development have it
+    assert refused(config(model={"reward_functions": ["hooked.exact"]})) == []
 
 
 @pytest.mark.parametrize(
