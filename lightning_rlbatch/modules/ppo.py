@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
@@ -79,6 +79,8 @@ class PPOModule(PPORoles):
         top_p: Sample among the likeliest tokens of this total probability; 1 switches it off.
         validation_temperature: Temperature of validation; 0 is greedy. None takes ``temperature``.
         max_rollout_batch_size: Most sequences that decode together on a rank.
+        rollout_dtype: Dtype of the rollout engine's copy of the policy; None takes that of the trained weights. ``"bfloat16"`` halves its
+            memory; what it samples is then a little off from what is trained, see ``kl/rollout_mismatch`` and ``rollout_correction``.
         record_rollouts: Folder to which every iteration's rollouts are written, for :class:`ReplayDataModule`.
         rollout_tensor_parallel_size: Neighbouring ranks that share a rollout engine and generate their rollouts together; needs a
             :meth:`build_engine` that returns an engine which spans them.
@@ -125,6 +127,7 @@ class PPOModule(PPORoles):
         top_p: float = 1.0,
         validation_temperature: float | None = None,
         max_rollout_batch_size: int | None = None,
+        rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         record_rollouts: str | None = None,
         rollout_tensor_parallel_size: int = 1,
         environment: Environment | None = None,
@@ -165,6 +168,7 @@ class PPOModule(PPORoles):
         self.temperature = temperature
         self.validation_temperature = temperature if validation_temperature is None else validation_temperature
         self.max_rollout_batch_size = max_rollout_batch_size
+        self.rollout_dtype = rollout_dtype
         self.record_rollouts = record_rollouts
         self.rollout_tensor_parallel_size = rollout_tensor_parallel_size
         self.environment = environment

@@ -65,6 +65,8 @@ def check_ppo_options(module: "PPOModule") -> None:
         raise ValueError("critic_lr and value_clip have no effect without a critic. Set critic, or remove them.")
     if module.critic_source == "shared" and module.critic_lr is not None:
         raise ValueError("critic_lr has no effect with critic='shared': the value head is trained with the policy. Remove critic_lr.")
+    if module.rollout_dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"Expected rollout_dtype to be 'float32', 'bfloat16', 'float16' or None but got {module.rollout_dtype!r}.")
     if module.rollout_tensor_parallel_size < 1:
         raise ValueError(f"Expected rollout_tensor_parallel_size to be at least 1 but got {module.rollout_tensor_parallel_size}.")
     if module.max_turns is not None and (module.environment is None or module.max_turns < 1):

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -20,7 +21,7 @@ from lightning_rlbatch.modules.ppo_update import PPOUpdate
 from lightning_rlbatch.modules.reward_model import build_reward_scorer
 from lightning_rlbatch.rollout.dispatch import tensor_parallel_group
 from lightning_rlbatch.rollout.engine import RolloutEngine
-from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
+from lightning_rlbatch.rollout.transformers_engine import TransformersEngine, cast_parameters
 
 
 class PPORoles(PPOUpdate):
@@ -38,6 +39,7 @@ class PPORoles(PPOUpdate):
     kl_reward: KLController | None
     critic_lr: float | None
     max_rollout_batch_size: int | None
+    rollout_dtype: str | None
     rollout_tensor_parallel_size: int
     remove_padding: bool
     head_memory_mib: float
@@ -100,9 +102,13 @@ class PPORoles(PPOUpdate):
                 " TransformersEngine serves one: they would all generate the same. Override build_engine (VLLMEngine spans ranks), or"
                 " set it to 1."
             )
+        dtype: torch.dtype | None = None if self.rollout_dtype is None else getattr(torch, self.rollout_dtype)
         if adapter_layers(model):  # a model made from the configuration would have none
-            return TransformersEngine(copy.deepcopy(model), pad_token_id=0, max_batch_size=self.max_rollout_batch_size)
-        return TransformersEngine.from_model(model, pad_token_id=0, max_batch_size=self.max_rollout_batch_size)
+            replica = copy.deepcopy(model)
+            if dtype is not None:
+                cast_parameters(replica, dtype)
+            return TransformersEngine(replica, pad_token_id=0, max_batch_size=self.max_rollout_batch_size)
+        return TransformersEngine.from_model(model, pad_token_id=0, max_batch_size=self.max_rollout_batch_size, dtype=dtype)
 
     def unregistered_modules(self) -> Sequence[nn.Module]:
         """Return the frozen models, for the strategy to shard."""

@@ -18,6 +18,18 @@ DecodingMethod: TypeAlias = Literal["embedded", "generate", "continuous_batching
 """Who runs the model step by step; see :class:`TransformersEngine`."""
 
 
+def cast_parameters(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Change dtype and device of a model's parameters alone: buffers, such as rotary frequencies, need their precision.
+
+    Args:
+        model: Changed in place.
+        dtype: Of all its parameters from now on.
+        device: None leaves each where it is.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device=device, dtype=dtype)
+
+
 class TransformersEngine:
     """Sample completions with a transformers causal language model that this process owns.
 
@@ -128,9 +140,7 @@ class TransformersEngine:
         parameters = list(model.named_parameters())
         with torch.random.fork_rng(devices=[]):  # the weights drawn here are overwritten: they must not move the run's random state
             replica = type(model)(copy.deepcopy(model.config))
-        for parameter in replica.parameters():
-            # of parameters only: rotary frequencies are buffers and lose their precision in bf16
-            parameter.data = parameter.data.to(device=device, dtype=dtype or model.dtype)
+        cast_parameters(replica, dtype or model.dtype, device)
         nn.Module.to(replica, device=device)
         engine = cls(
             replica, pad_token_id=pad_token_id, max_batch_size=max_batch_size, attn_implementation=attn_implementation, method=method

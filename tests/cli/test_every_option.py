@@ -127,6 +127,7 @@ TRIED = {
         "top_p": {"top_p": 0.3},
         "validation_temperature": {"validation_temperature": 0.0, **VALIDATION},
         "max_rollout_batch_size": {"max_rollout_batch_size": 2},
+        "rollout_dtype": {"rollout_dtype": "bfloat16"},
         "record_rollouts": {"record_rollouts": "recorded"},
         "rollout_tensor_parallel_size": {"rollout_tensor_parallel_size": 2},
         "environment": ENVIRONMENT,

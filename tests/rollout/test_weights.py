@@ -88,6 +88,27 @@ def test_adapters_that_are_more_than_an_addition_are_refused():
         list(full_parameters(model, merge_adapters=True))
 
 
+def test_the_engine_may_hold_its_copy_in_half_precision():
+    def fn(rank, world_size):
+        results = []
+        for source in (toy_llama, adapted):
+            optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731 - one expression
+            module = PPOModule(source, [varied_reward], rollout_dtype="bfloat16", optimizer=optimizer)
+            sizes = {"train_batch_size": 2, "mini_batch_size": 2, "rollouts_per_prompt": 2, "max_prompt_length": 1}
+            data = RolloutDataModule(lambda: prompts("gf"), ToyTokenizer(), max_tokens_per_rank=8, max_response_length=7, **sizes)
+            trainer = make_trainer(1, max_epochs=2)
+            trainer.fit(module, datamodule=data)
+            dtypes = {parameter.dtype for model in (module.rollout_engine.model, module.policy) for parameter in model.parameters()}
+            results.append((dtypes, float(trainer.logged_metrics["kl/rollout_mismatch"])))
+        return results
+
+    for dtypes, mismatch in run_distributed(fn, 1, init_process_group=False)[0]:
+        assert dtypes == {torch.bfloat16, torch.float32}
+        assert 1e-9 < abs(mismatch) < 0.05
+    with pytest.raises(ValueError, match="Expected rollout_dtype to be 'float32', 'bfloat16', 'float16' or None but got 'int8'"):
+        PPOModule(toy_llama, [varied_reward], rollout_dtype="int8")
+
+
 def test_an_engine_of_the_plain_model_samples_from_a_policy_with_adapters(monkeypatch):
     """A stand-in for vLLM: whole training runs on it, and its weights are the merged ones."""
     monkeypatch.setitem(sys.modules, "vllm", vllm_stand_in.module())
