@@ -84,12 +84,32 @@ def writing(path: Path, new: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         with suppress(OSError):
             discard(new)
-        causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-        cause = causes[0][0] if causes else error
         raise RuntimeError(
-            f"{path} could not be written ({type(cause).__name__}: {cause}). Older checkpoints are as they were. Make room on the disk,"
+            f"{path} could not be written ({_cause(error)}). Older checkpoints are as they were. Make room on the disk,"
             " or give the callback a dirpath that can be written."
         ) from error
+
+
+@contextmanager
+def reading(path: _PATH) -> Iterator[None]:
+    """Name the checkpoint in an error of the context.
+
+    Args:
+        path: The checkpoint.
+
+    Raises:
+        RuntimeError: In place of any error.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        raise RuntimeError(f"{path} is no checkpoint, or a damaged one ({_cause(error)}).") from error
+
+
+def _cause(error: BaseException) -> str:
+    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    cause = failures[0][0] if failures else error
+    return f"{type(cause).__name__}: {cause}"
 
 
 def _exchange(first: Path, second: Path) -> bool:

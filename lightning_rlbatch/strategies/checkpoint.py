@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rlbatch.distributed.failure import fail_together
-from lightning_rlbatch.strategies.atomic import beside, discard, is_local, publish, writing
+from lightning_rlbatch.strategies.atomic import beside, discard, is_local, publish, reading, writing
 from lightning_rlbatch.strategies.background import BackgroundSave, snapshot
 from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.sharded import (
@@ -185,14 +185,16 @@ class CheckpointingStrategy(ModelParallelStrategy):
         strict, optimizers = self.lightning_module.strict_loading, self.optimizers
         weights_only = self.load_weights_only if weights_only is None else weights_only
         if isinstance(path, Path) and (path / METADATA).is_file():
-            meta: dict[str, Any] = torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
+            with reading(path):
+                meta: dict[str, Any] = torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
             self._require_optimizer_states(meta, path)
             load_sharded_state(path, self.model, optimizers, meta, strict=strict)
             return meta
         if isinstance(path, Path):
             if not path.is_file():
                 raise FileNotFoundError(f"No checkpoint at {path}: expected a file, or a folder with {METADATA} (a sharded checkpoint).")
-            checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+            with reading(path):
+                checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         else:
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self._require_optimizer_states(checkpoint, path)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_rlbatch.strategies.atomic import save_file, sync_folder
+from lightning_rlbatch.strategies.atomic import reading, save_file, sync_folder
 from lightning_rlbatch.strategies.state import check_names, param_groups, parameters_by_id, reshard
 
 METADATA = "meta.pt"  # the name under which Lightning's own tools (consolidate_checkpoint) look for it
@@ -123,7 +123,7 @@ def load_sharded_state(folder: Path, module: nn.Module, optimizers: list[Optimiz
             if entries := tensors | meta["optimizer_states"][index]["other_state"].get(name, {}):
                 state[number] = entries
         states.append(state)
-    with torch.no_grad():
+    with torch.no_grad(), reading(folder):
         load(wanted, checkpoint_id=str(folder))
     for optimizer, state, rest in zip(optimizers, states, meta["optimizer_states"]):
         optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})

@@ -235,3 +235,16 @@ def test_killed_at_any_moment_the_last_checkpoint_loads(sharded, tmp_path):
             return trainer.global_step
 
         assert on_ranks(resume, 2)[0] >= 3
+
+
+def test_a_damaged_or_missing_checkpoint_is_named(tmp_path):
+    def main(rank, size):
+        run(sft(), sft_data(), size, strategy=strategy(True), max_epochs=1, save_to=str(tmp_path / "folder.ckpt"))
+        next((tmp_path / "folder.ckpt").glob("*.distcp")).unlink()
+        (tmp_path / "file.ckpt").write_bytes(b"half a file")
+        for name, message in (("folder", "a damaged one"), ("file", "a damaged one"), ("none", "No checkpoint at")):
+            with pytest.raises((RuntimeError, FileNotFoundError), match=message) as error:
+                run(sft(), sft_data(), size, max_epochs=2, ckpt_path=str(tmp_path / f"{name}.ckpt"))
+            assert f"{name}.ckpt" in str(error.value)
+
+    on_ranks(main, 1)
