@@ -6,6 +6,7 @@ which takes the first of these that computes a call exactly. A backend named exp
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -28,9 +29,16 @@ def _load(backend: str) -> tuple[_Kernel | None, str]:
         "torch_varlen": ("torch.nn.attention.varlen", "varlen_attn"),
     }[backend]
     try:
-        return getattr(importlib.import_module(module), name), ""
+        kernel: _Kernel = getattr(importlib.import_module(module), name)
     except (ImportError, OSError, AttributeError) as error:  # OSError: a wheel built for another torch
         return None, f"{module}.{name} cannot be imported ({error})"
+    if backend == "torch_varlen" and not _takes(kernel, "window_size"):
+        return None, f"{module}.{name} of torch {torch.__version__} has no window_size. Install a newer torch"
+    return kernel, ""
+
+
+def _takes(kernel: _Kernel, name: str) -> bool:
+    return name in inspect.signature(kernel).parameters
 
 
 def why_not(
@@ -148,8 +156,13 @@ def _run_kernel(
     left = -1 if window is None else window - 1
     bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if backend == "torch_varlen":
-        grouped = query.shape[1] != key.shape[1]
-        return kernel(query, key, value, *bounds, scale=scale, window_size=(left, 0 if causal else -1), enable_gqa=grouped)
+        groups = query.shape[1] // key.shape[1]
+        options: dict[str, Any] = {"scale": scale, "window_size": (left, 0 if causal else -1)}
+        if _takes(kernel, "enable_gqa"):
+            options["enable_gqa"] = groups > 1
+        elif groups > 1:  # before torch 2.12
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        return kernel(query, key, value, *bounds, **options)
     return kernel(
         query,
         key,

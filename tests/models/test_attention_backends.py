@@ -84,6 +84,20 @@ def test_a_kernel_is_called_with_the_meaning_that_it_documents(kernels, backend,
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+def older_varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    """The signature of torch 2.11, which wants as many key/value heads as query heads."""
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    return emulate(q, k, v, cu_q, scale, *window_size, 0.0)
+
+
+def test_a_kernel_without_grouped_heads_gets_them_repeated(kernels, monkeypatch):
+    monkeypatch.setattr(attention_backends, "_load", lambda backend: (older_varlen_attn, ""))
+    query, key, value = make_inputs()
+    assert query.shape[1] > key.shape[1]
+    ours = select_attention("torch_varlen")(query, key, value, SEQ_LENS)
+    torch.testing.assert_close(ours, varlen_attention(query, key, value, SEQ_LENS), rtol=1e-4, atol=1e-5)
+
+
 def test_soft_capped_scores_reach_the_kernel_that_has_them(kernels):
     tensors = make_inputs()
     ours = select_attention("flash_attn")(*tensors, SEQ_LENS, softcap=1.5)
