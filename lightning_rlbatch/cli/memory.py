@@ -1,5 +1,6 @@
 """Estimate what one rank holds in memory, from a model's files alone."""
 
+import importlib
 import json
 import struct
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from lightning_rlbatch.cli.rules_training import class_name, model_config
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
 
 _STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Muon": 1}
+_WIDTHS = {2: "16 bit", 4: "fp32", 8: "fp64"}
 _TRUE_PRECISIONS = {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}
 
 
@@ -77,7 +79,7 @@ def estimate_memory(run: RunConfig, facts: ModelFacts | None) -> MemoryEstimate 
     if facts is None:
         return None
     size = _TRUE_PRECISIONS.get(str(run.trainer.get("precision")), 4)
-    width = {2: "16 bit", 4: "fp32", 8: "fp64"}[size]  # weights, gradients and states are fp32 under every mixed precision
+    width = _WIDTHS[size]  # weights, gradients and states are fp32 under every mixed precision
     shards = (run.world_size or 1) // run.replicate_size if run.sharded else 1
     trained, whole = _share(facts.num_trained, shards), _share(facts.num_parameters, shards)
     optimizer, states = _optimizer(run)
@@ -97,7 +99,8 @@ def estimate_memory(run: RunConfig, facts: ModelFacts | None) -> MemoryEstimate 
         away = IN_HOST_MEMORY if run.strategy.get("reference_cpu_offload") is True else ""
         parts[f"reference: parameters ({width}){away}"] = whole * size
     if run.kind == "rollouts":
-        parts[f"rollout engine: its own whole copy ({width})"] = facts.num_parameters * size
+        own = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(run.model.get("rollout_dtype")), size)
+        parts[f"rollout engine: its own whole copy ({_WIDTHS[own]})"] = facts.num_parameters * own
     activations, formula = _activations(run, facts.config)
     return MemoryEstimate(facts.num_parameters, facts.counted, parts, activations, formula, notes if gathers else ())
 
@@ -134,9 +137,8 @@ def _folder_of(source: str) -> Path | None:
     if is_import_path(source) or source.count("/") != 1:
         return None
     try:
-        from huggingface_hub import try_to_load_from_cache  # looks at the disk only
-
-        found = try_to_load_from_cache(source, "config.json")
+        # By name: a dependency of transformers, which would take seconds to load. It looks at the disk only.
+        found = importlib.import_module("huggingface_hub").try_to_load_from_cache(source, "config.json")
     except (ImportError, ValueError):  # ValueError: no possible name
         return None
     return Path(found).parent if isinstance(found, str) else None

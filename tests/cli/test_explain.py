@@ -260,9 +260,11 @@ def test_memory_counts_the_weights_of_a_local_model_and_divides_them_over_the_ra
     assert memory.parts["rollout engine: its own whole copy (fp32)"] == 4 * number
     assert memory.parts["reference: parameters (fp32)"] == number
     content["trainer"]["strategy"]["init_args"] = {"grad_sync": "every", "cpu_offload": True, "activation_checkpointing": True}
+    content["model"]["init_args"]["rollout_dtype"] = "bfloat16"
     saving = explain(run_config(content)).memory
+    assert saving.parts["rollout engine: its own whole copy (16 bit)"] == 2 * number
     assert saving.parts["policy: gradients (fp32), in host memory"] == number
-    assert saving.total == 4 * number + number + saving.activations  # the engine's copy and the reference stay on the device
+    assert saving.total == 2 * number + number + saving.activations  # the engine's copy and the reference stay on the device
     assert saving.activations < memory.activations
     (tmp_path / "model" / "model.safetensors").unlink()
     assert explain(run_config(content)).memory.num_parameters == number  # the formula agrees with the files
