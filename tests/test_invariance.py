@@ -133,8 +133,7 @@ REFERENCE = LAYOUTS[0]
 
 KINDS = {"ppo": PPO_CASES, "sft": SFT_CASES, "shared trunk": {"ppo": PPO_CASES["ppo"]}}
 FEW_CUTS = ("small budget", "1 sample", "not balanced", "critic of its own budget")
-EVERY_CUT = (Layout(1, "auto"), Layout(1, "auto", remove_padding=False), Layout(2), Layout(4))  # the others are slow on two cores
-EVERY_CASE = (Layout(1, "auto"), Layout(1, "auto", remove_padding=False), Layout(2))
+EVERY_CUT = EVERY_CASE = (Layout(1, "auto"), Layout(1, "auto", remove_padding=False), Layout(2))  # the others are slow on two cores
 FEW_CASES = ("ppo", "gspo", "kl-cov", "full kl", "full kl, straight through", *SFT_CASES)
 
 
