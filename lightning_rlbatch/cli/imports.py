@@ -63,7 +63,10 @@ def _spec(module: str) -> ModuleSpec | str | None:
     spec: ModuleSpec | None = None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
-        found = PathFinder.find_spec(".".join(parts[:depth]), search)
+        try:
+            found = PathFinder.find_spec(".".join(parts[:depth]), search)
+        except KeyError:  # a folder without `__init__.py` in another one can only be found when the outer one is imported
+            return None
         if found is None:
             return None if depth == 1 else f"`{'.'.join(parts[: depth - 1])}` has no module `{parts[depth - 1]}`"
         spec = found
