@@ -131,7 +131,7 @@ LAYOUTS = [
 REFERENCE = LAYOUTS[0]
 
 
-KINDS = {"ppo": PPO_CASES, "sft": SFT_CASES, "shared trunk": {"ppo": PPO_CASES["ppo"]}}
+KINDS = {"ppo": PPO_CASES, "sft": SFT_CASES, "shared trunk": {case: PPO_CASES[case] for case in ("ppo", "full kl")}}
 FEW_CUTS = ("small budget", "1 sample", "not balanced", "critic of its own budget")
 EVERY_CUT = EVERY_CASE = (Layout(1, "auto"), Layout(1, "auto", remove_padding=False), Layout(2))  # the others are slow on two cores
 FEW_CASES = ("ppo", "gspo", "kl-cov", "full kl", "full kl, straight through", *SFT_CASES)

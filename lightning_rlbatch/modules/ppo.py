@@ -19,6 +19,7 @@ from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.distributed.reductions import all_reduce_sums
 from lightning_rlbatch.functional import GRPO, AdvantageEstimator, KLController, PolicyLoss, PPOClip
 from lightning_rlbatch.functional.aggregation import AggregationMode
+from lightning_rlbatch.functional.kl import KLKind
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB
@@ -61,9 +62,10 @@ class PPOModule(PPORoles):
         entropy_coefficient: Weight of the entropy bonus.
         kl_coefficient: Weight of the KL penalty to the reference model in the loss; above 0 a frozen copy of the policy is kept, or,
             for a policy with adapters (LoRA), the reference is the policy with its adapters off.
-        kl_kind: Estimator of the penalty in the loss; see ``kl_penalty``.
+        kl_kind: Estimator of the penalty in the loss; see ``kl_penalty``. ``full`` sums over the vocabulary: the reference then runs in
+            every micro-step.
         kl_reward: KL penalty in the reward: a fixed or adaptive coefficient; keeps the reference model too.
-        kl_reward_kind: Estimator of the penalty in the reward.
+        kl_reward_kind: Estimator of the penalty in the reward; not ``full``, since no logits are stored.
         rollout_correction: Importance correction where the engine's log-probs differ from the trainer's; None trusts the engine.
         drop_truncated: True leaves responses that hit ``max_response_length`` out of the loss (their reward still counts).
         overlong_buffer: Tokens before ``max_response_length`` over which the reward falls by up to ``overlong_factor``; None: off.
@@ -110,9 +112,9 @@ class PPOModule(PPORoles):
         loss_norm_constant: float | None = None,
         entropy_coefficient: float = 0.0,
         kl_coefficient: float = 0.0,
-        kl_kind: str = "k3",
+        kl_kind: KLKind = "k3",
         kl_reward: KLController | None = None,
-        kl_reward_kind: str = "k1",
+        kl_reward_kind: KLKind = "k1",
         rollout_correction: RolloutCorrection | None = None,
         drop_truncated: bool = False,
         overlong_buffer: int | None = None,
