@@ -242,12 +242,22 @@ class _TiledKL(torch.autograd.Function):
                 raw = head.backward_(grad.mul_(grads[0][rows, None]), logits, head.rows(rows))
                 bias_sum += raw.sum(dim=0)
                 raw = raw.to(states.dtype)
-                grad_states[rows] += torch.mm(raw, weight[columns])
-                weight_sum += torch.mm(raw.t(), states[rows])
+                _add_product(grad_states[rows], raw, weight[columns])
+                _add_product(weight_sum, raw.t(), states[rows])
             grad_weight[columns] = weight_sum
             if grad_bias is not None:
                 grad_bias[columns] = bias_sum
         return grad_states.to(states.dtype), grad_weight, grad_bias, None, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right in the total's precision, where the device can."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        total += torch.mm(left, right, out_dtype=total.dtype)
+    else:
+        total += torch.mm(left, right)
 
 
 def _divergence_of_rows(tiles: Tiles, ref_tiles: Tiles, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
