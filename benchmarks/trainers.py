@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.planning import plan_mini_batch
 from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB
+from lightning_rlbatch.modules.gradient_norm import total_norm
 
 CLIP = 0.2
 LEARNING_RATE = 1e-6
@@ -79,6 +81,13 @@ class Clock:
         self.steps: list[Step] = []
         self._last = time.process_time()
         self._before = resident_mb()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time that the block takes."""
+        start = time.process_time()
+        yield
+        self._last += time.process_time() - start
 
     def tick(self, loss: float, grad_norm: float) -> None:
         """Note the end of a step."""
@@ -197,7 +206,8 @@ class PaddedModule(pl.LightningModule):
             loss = clipped_loss(log_probs, micro["old_log_probs"][:, 1:], micro["advantages"][:, 1:], mask, num_tokens)
             self.manual_backward(loss * self.trainer.world_size)
             total += float(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        norm = total_norm([parameter.grad for parameter in self.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.log_dict({"train/loss": total, "train/grad_norm/policy": float(norm)}, batch_size=1)
@@ -292,9 +302,14 @@ def run_trl(rank: int, ranks: int, job: Job) -> list[Step]:
             nonlocal clock
             clock = Clock()
 
+        def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            # Its own number is torch's single fp32 sum: see total_norm. Gradients are clipped by now, by that number.
+            with clock.paused():
+                self.clipped = float(total_norm([parameter.grad for parameter in model.parameters()]))
+
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "grad_norm" in logs:
-                clock.tick(float(logs["loss"]), float(logs["grad_norm"]))
+                clock.tick(float(logs["loss"]), self.clipped * max(1.0, float(logs["grad_norm"]) + 1e-6))
 
     per_rank = len(job.workload.lengths) // ranks
     accumulation = per_rank // job.micro_batch_size

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -23,6 +22,7 @@ from lightning_rlbatch.distributed.reductions import all_reduce_sums, gradient_s
 from lightning_rlbatch.functional.aggregation import Denominators
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.modules.gradient_norm import total_norm
 from lightning_rlbatch.modules.hyperparameters import hyperparameters
 from lightning_rlbatch.modules.step_sums import accumulate, ratios
 from lightning_rlbatch.modules.stop_hooks import StopsTogether
@@ -284,9 +284,7 @@ class RLBatchModule(StopsTogether):
 
     def _clip(self, parameters: list[Tensor]) -> float:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = total_norm(gradients)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         return float(norm)
