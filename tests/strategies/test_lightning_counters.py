@@ -117,21 +117,22 @@ class CountsValidations(Journal):
         self.steps.append(("validation", trainer.global_step))
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
+def test_validation_runs_when_lightning_says():
+    cases = [
         ({"check_val_every_n_epoch": 2}, [4]),
         ({"val_check_interval": 0.5}, [1, 2, 3, 4, 5, 6]),
         ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [4]),
-    ],
-)
-def test_validation_runs_when_lightning_says(options, expected):
-    def main(rank, size):
-        counter = CountsValidations()
-        fit(size, data=rollouts(val_prompts=prompt_rows), limit_val_batches=1.0, callbacks=[counter], **options)
-        return [step for what, step in counter.steps if what == "validation"]
+    ]
 
-    assert on_ranks(main) == [expected] * 2
+    def main(rank, size):
+        found = []
+        for options, _ in cases:
+            counter = CountsValidations()
+            fit(size, data=rollouts(val_prompts=prompt_rows), limit_val_batches=1.0, callbacks=[counter], **options)
+            found.append([step for what, step in counter.steps if what == "validation"])
+        return found
+
+    assert on_ranks(main) == [[expected for _, expected in cases]] * 2
 
 
 def test_fast_dev_run_takes_one_step_and_validates_once():
@@ -196,9 +197,12 @@ def test_number_of_steps_is_known_when_optimizers_are_made():
     assert on_ranks(main) == [([6], 6)] * 2
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_progress_bars_run(bar, capfd):
-    on_ranks(lambda rank, size: fit(size, max_epochs=1, callbacks=[bar()], enable_progress_bar=True).global_step)
+def test_progress_bars_run(capfd):
+    def main(rank, size):
+        bars = (TQDMProgressBar, RichProgressBar)
+        return [fit(size, max_epochs=1, callbacks=[bar()], enable_progress_bar=True).global_step for bar in bars]
+
+    assert on_ranks(main) == [[2, 2]] * 2
 
 
 def test_csv_logger_gets_one_row_per_step(tmp_path):
@@ -212,11 +216,11 @@ def test_csv_logger_gets_one_row_per_step(tmp_path):
     assert all(row["train/lr"] for row in rows)
 
 
-@pytest.mark.parametrize(("option", "advice"), [("gradient_clip_val", "max_grad_norm"), ("accumulate_grad_batches", "mini_batch_size")])
-def test_options_that_manual_optimization_lacks_are_refused_with_ours(option, advice):
+def test_options_that_manual_optimization_lacks_are_refused_with_ours():
     def main(rank, size):
-        with pytest.raises(MisconfigurationException, match=advice):
-            fit(size, **{option: 2})
+        for option, advice in (("gradient_clip_val", "max_grad_norm"), ("accumulate_grad_batches", "mini_batch_size")):
+            with pytest.raises(MisconfigurationException, match=advice):
+                fit(size, **{option: 2})
 
     on_ranks(main, 1)
 
