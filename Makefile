@@ -29,10 +29,12 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.strategy --steps 200
 	$(BIN)/python -m benchmarks.balancing --seeds 1
 	$(BIN)/python -m benchmarks.exchange
+	$(BIN)/python -m benchmarks.generation
 	$(BIN)/python -m benchmarks.attention --tokens 4096 --ranks 2
 	$(BIN)/python -m benchmarks.scoring --vocabulary 32000 --dtype fp32
 	$(BIN)/python -m benchmarks.update --vocabulary 256
-	$(BIN)/python -m benchmarks.update --vocabulary 32000 --family lognormal
+	$(BIN)/python -m benchmarks.update --vocabulary 32000 --family lognormal --head-memory-mib 256
+	$(BIN)/python -m benchmarks.iteration
 	$(BIN)/python -m benchmarks.gpu --small --device cpu
 
 lint: $(VENV)/.installed
