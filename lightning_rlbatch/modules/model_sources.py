@@ -49,6 +49,17 @@ def load_model(
     return model
 
 
+def pretrained_name(source: ModelSource) -> str | None:
+    """Return the folder or hub name of a pretrained model, None for a model that a function makes.
+
+    Args:
+        source: See ``ModelSource``; a function that a path names is imported.
+    """
+    if not isinstance(source, str):
+        return None
+    return source if Path(source).exists() or import_callable(source) is None else None
+
+
 def _without_weights(source: str, dtype: torch.dtype) -> object:
     config = AutoConfig.from_pretrained(source)
     with torch.device("meta"):

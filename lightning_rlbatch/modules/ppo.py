@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
@@ -37,6 +37,7 @@ from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.modules.turns import Environment
 from lightning_rlbatch.modules.validation import evaluate_prompts, validation_metrics
 from lightning_rlbatch.rollout.engine import SamplingParams
+from lightning_rlbatch.rollout.engine_config import EngineConfig, TransformersEngineConfig
 
 _STATE = "rlbatch_ppo"  # key in Lightning checkpoints
 
@@ -80,12 +81,10 @@ class PPOModule(PPORoles):
         top_k: Sample among the ``top_k`` likeliest tokens; 0 switches it off.
         top_p: Sample among the likeliest tokens of this total probability; 1 switches it off.
         validation_temperature: Temperature of validation; 0 is greedy. None takes ``temperature``.
-        max_rollout_batch_size: Most sequences that decode together on a rank.
-        rollout_dtype: Dtype of the rollout engine's copy of the policy; None takes that of the trained weights. ``"bfloat16"`` halves its
-            memory; what it samples is then a little off from what is trained, see ``kl/rollout_mismatch`` and ``rollout_correction``.
+        rollout_engine: Engine that samples, with its options: :class:`TransformersEngineConfig` or :class:`VLLMEngineConfig`, or yours.
         record_rollouts: Folder to which every iteration's rollouts are written, for :class:`ReplayDataModule`.
-        rollout_tensor_parallel_size: Neighbouring ranks that share a rollout engine and generate their rollouts together; needs a
-            :meth:`build_engine` that returns an engine which spans them.
+        rollout_tensor_parallel_size: Neighbouring ranks that share a rollout engine and generate their rollouts together; needs an
+            engine that spans them, such as :class:`VLLMEngineConfig`.
         environment: Answers the policy's turns, for rollouts of several turns; its tokens are in the samples but not in the loss.
         max_turns: Most turns of the policy in a rollout; None for as many as fit into ``max_response_length``.
         remove_padding: False pads each micro-batch to its longest sample instead of packing it; the numbers are the same.
@@ -128,8 +127,7 @@ class PPOModule(PPORoles):
         top_k: int = 0,
         top_p: float = 1.0,
         validation_temperature: float | None = None,
-        max_rollout_batch_size: int | None = None,
-        rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        rollout_engine: EngineConfig = TransformersEngineConfig(),
         record_rollouts: str | None = None,
         rollout_tensor_parallel_size: int = 1,
         environment: Environment | None = None,
@@ -169,8 +167,7 @@ class PPOModule(PPORoles):
         self.sampling_options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self.temperature = temperature
         self.validation_temperature = temperature if validation_temperature is None else validation_temperature
-        self.max_rollout_batch_size = max_rollout_batch_size
-        self.rollout_dtype = rollout_dtype
+        self.rollout_engine_config = rollout_engine
         self.record_rollouts = record_rollouts
         self.rollout_tensor_parallel_size = rollout_tensor_parallel_size
         self.environment = environment

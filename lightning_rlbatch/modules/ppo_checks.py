@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
 from lightning_rlbatch.functional.kl import KL_KINDS, needs_logits
 from lightning_rlbatch.models.scoring import check_head_memory
+from lightning_rlbatch.rollout.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo import PPOModule
@@ -18,7 +19,7 @@ def check_ppo_options(module: "PPOModule") -> None:
 
     Raises:
         ValueError: Names the options, their values and what to change.
-        TypeError: A reward function that cannot be called.
+        TypeError: A reward function that cannot be called, or a ``rollout_engine`` that is no configuration of one.
     """
     for function in module.reward_functions:
         if not callable(function):
@@ -65,8 +66,11 @@ def check_ppo_options(module: "PPOModule") -> None:
         raise ValueError("critic_lr and value_clip have no effect without a critic. Set critic, or remove them.")
     if module.critic_source == "shared" and module.critic_lr is not None:
         raise ValueError("critic_lr has no effect with critic='shared': the value head is trained with the policy. Remove critic_lr.")
-    if module.rollout_dtype not in (None, "float32", "bfloat16", "float16"):
-        raise ValueError(f"Expected rollout_dtype to be 'float32', 'bfloat16', 'float16' or None but got {module.rollout_dtype!r}.")
+    if not isinstance(module.rollout_engine_config, EngineConfig):
+        raise TypeError(
+            f"rollout_engine must be an EngineConfig such as TransformersEngineConfig() but is {module.rollout_engine_config!r}. To bring"
+            " an engine that is made already, override build_engine."
+        )
     if module.rollout_tensor_parallel_size < 1:
         raise ValueError(f"Expected rollout_tensor_parallel_size to be at least 1 but got {module.rollout_tensor_parallel_size}.")
     if module.max_turns is not None and (module.environment is None or module.max_turns < 1):

@@ -1,10 +1,8 @@
 """The models of PPO and its kin: policy, critic, reference, reward model and the engine that samples."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -16,12 +14,13 @@ from lightning_rlbatch.models.full_kl import FullKLScorer
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.adapters import adapter_layers
 from lightning_rlbatch.modules.base import trained
-from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, frozen_copy, load_model
+from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout, frozen_copy, load_model, pretrained_name
 from lightning_rlbatch.modules.ppo_update import PPOUpdate
 from lightning_rlbatch.modules.reward_model import build_reward_scorer
 from lightning_rlbatch.rollout.dispatch import tensor_parallel_group
 from lightning_rlbatch.rollout.engine import RolloutEngine
-from lightning_rlbatch.rollout.transformers_engine import TransformersEngine, cast_parameters
+from lightning_rlbatch.rollout.engine_config import EngineConfig
+from lightning_rlbatch.rollout.engine_problems import EngineContext
 
 
 class PPORoles(PPOUpdate):
@@ -38,8 +37,9 @@ class PPORoles(PPOUpdate):
     advantage: AdvantageEstimator
     kl_reward: KLController | None
     critic_lr: float | None
-    max_rollout_batch_size: int | None
-    rollout_dtype: str | None
+    sampling_options: dict[str, Any]
+    validation_temperature: float
+    rollout_engine_config: EngineConfig
     rollout_tensor_parallel_size: int
     remove_padding: bool
     head_memory_mib: float
@@ -49,6 +49,8 @@ class PPORoles(PPOUpdate):
     @override
     def build_models(self) -> None:
         self.rollout_group = tensor_parallel_group(self.meshes, self.rollout_tensor_parallel_size)
+        if type(self).build_engine is PPORoles.build_engine:  # an engine from elsewhere has its own limits
+            self.rollout_engine_config.check(self.engine_context())
         # Rank 0 reads pretrained models, and the strategy hands every rank its shards.
         brought = self.gets_weights_from_rank_zero
         model = load_model(self.policy_source, without_weights=brought)
@@ -86,29 +88,37 @@ class PPORoles(PPOUpdate):
     def build_engine(self, model: PreTrainedModel) -> RolloutEngine:
         """Return the engine that samples rollouts; it keeps a whole copy of the policy of its own.
 
-        With ``rollout_tensor_parallel_size`` above 1 override this: ``self.rollout_group`` holds the ranks that the engine spans. They
-        call ``generate`` together, with the same requests in the same order.
+        Override this for an engine that ``rollout_engine`` cannot describe. Ranks that share an engine (:attr:`rollout_group`) call
+        ``generate`` together, with the same requests in the same order.
 
         Args:
-            model: The policy before it is sharded; under FSDP a pretrained one has its weights on rank 0's sequence-parallel group only,
-                and is on the meta device elsewhere. ``update_weights`` is called before anything is generated.
+            model: The policy before it is sharded; see :meth:`EngineConfig.build`.
 
         Raises:
-            ValueError: The engine would have to span several ranks.
+            ValueError: The configured engine cannot serve this run.
         """
-        if self.rollout_tensor_parallel_size > 1:
-            raise ValueError(
-                f"rollout_tensor_parallel_size={self.rollout_tensor_parallel_size} needs an engine that spans as many ranks, but"
-                " TransformersEngine serves one: they would all generate the same. Override build_engine (VLLMEngine spans ranks), or"
-                " set it to 1."
-            )
-        dtype: torch.dtype | None = None if self.rollout_dtype is None else getattr(torch, self.rollout_dtype)
-        if adapter_layers(model):  # a model made from the configuration would have none
-            replica = copy.deepcopy(model)
-            if dtype is not None:
-                cast_parameters(replica, dtype)
-            return TransformersEngine(replica, pad_token_id=0, max_batch_size=self.max_rollout_batch_size)
-        return TransformersEngine.from_model(model, pad_token_id=0, max_batch_size=self.max_rollout_batch_size, dtype=dtype)
+        context = self.engine_context(model)
+        self.rollout_engine_config.check(context)
+        return self.rollout_engine_config.build(model, context)
+
+    def engine_context(self, model: PreTrainedModel | None = None) -> EngineContext:
+        """Return what this run asks of its rollout engine.
+
+        Args:
+            model: The policy; None before it is loaded.
+        """
+        data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
+        prompt, response = (getattr(data, name, None) for name in ("max_prompt_length", "max_response_length"))
+        return EngineContext(
+            policy=pretrained_name(self.policy_source),
+            longest_sample=prompt + response if isinstance(prompt, int) and isinstance(response, int) else None,
+            temperatures=(self.sampling_options["temperature"], self.validation_temperature),
+            top_k=self.sampling_options["top_k"],
+            top_p=self.sampling_options["top_p"],
+            tensor_parallel_size=self.rollout_tensor_parallel_size,
+            group=self.rollout_group,
+            has_adapters=model is not None and bool(adapter_layers(model)),
+        )
 
     def unregistered_modules(self) -> Sequence[nn.Module]:
         """Return the frozen models, for the strategy to shard."""

@@ -10,12 +10,16 @@ from lightning_rlbatch.rollout.engine import (
     WeightStream,
     rollout_seed,
 )
+from lightning_rlbatch.rollout.engine_config import EngineConfig, TransformersEngineConfig, VLLMEngineConfig
+from lightning_rlbatch.rollout.engine_problems import EngineContext
 from lightning_rlbatch.rollout.replay_engine import RecordedCompletion, RecordingEngine, ReplayEngine
 from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
 from lightning_rlbatch.rollout.vllm_engine import VLLMEngine
 
 __all__ = [
     "Completion",
+    "EngineConfig",
+    "EngineContext",
     "FinishReason",
     "ProgressCallback",
     "RecordedCompletion",
@@ -25,7 +29,9 @@ __all__ = [
     "RolloutRequest",
     "SamplingParams",
     "TransformersEngine",
+    "TransformersEngineConfig",
     "VLLMEngine",
+    "VLLMEngineConfig",
     "WeightStream",
     "rollout_seed",
 ]

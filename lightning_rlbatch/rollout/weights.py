@@ -42,6 +42,18 @@ def full_parameters(module: nn.Module, *, merge_adapters: bool = False) -> Itera
                 yield owner + plain, _merged(parameter, adapters[owner]) if plain == "weight" else _whole(parameter)
 
 
+def check_mergeable(module: nn.Module) -> None:
+    """Refuse a policy whose adapters ``full_parameters`` cannot merge.
+
+    Args:
+        module: The policy, with adapters or without.
+
+    Raises:
+        ValueError: Names the adapter and its variant.
+    """
+    _adapters(module)
+
+
 def _whole(parameter: Tensor) -> Tensor:
     value = parameter.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value
