@@ -7,11 +7,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_rlbatch.distributed.failure import PeerFailedError, was_told_to
 
@@ -21,6 +23,7 @@ _LOST = re.compile(
     r"|Another rank was lost"
 )
 _NOTE, _SEEN, _SURVIVOR = "failure", "seen", "survivor"
+_TORCH = Path(dist.__file__).parent.parent
 
 
 class _Process:
@@ -161,8 +164,18 @@ class FailureReport:
         return True
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    return isinstance(error, (RuntimeError, OSError)) and not isinstance(error, PeerFailedError) and _LOST.search(str(error)) is not None
+def _is_lost_peer(error: BaseException | None) -> bool:
+    """Return whether an error, or what caused it, comes from torch's communication, not from a reward server or a logger."""
+    while error is not None and not isinstance(error, PeerFailedError):
+        if isinstance(error, (RuntimeError, CheckpointException)) and _LOST.search(str(error)) and _was_raised_in_torch(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _was_raised_in_torch(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(_TORCH)
 
 
 class Guarded:
