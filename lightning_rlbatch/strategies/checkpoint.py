@@ -171,9 +171,15 @@ class CheckpointingStrategy(ModelParallelStrategy):
             self.after_save(lambda: self.checkpoint_io.remove_checkpoint(filepath))
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.saves_wait = False
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self.finish_saves()
+        self.saves_wait = True  # nobody would wait for what the hooks after this one save
 
     # -- loading -----------------------------------------------------------------------------------------------------------------
 

@@ -76,6 +76,11 @@ class Watch(Callback):
             names = sorted(path.name for path in self.folder.glob("*.ckpt"))
             self.seen.append((trainer.global_step, names, not names or (self.folder / "last.ckpt").exists()))
 
+    def on_fit_end(self, trainer, *args):
+        path = self.folder.parent / "after_the_end.ckpt"
+        trainer.save_checkpoint(path)  # nothing waits for a checkpoint any more: it is complete now
+        assert path.exists()
+
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
 def test_a_checkpoint_of_the_background_resumes_like_one_that_was_waited_for(sharded, tmp_path):
