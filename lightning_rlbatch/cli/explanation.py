@@ -8,6 +8,7 @@ from lightning_rlbatch.cli.findings import Finding
 from lightning_rlbatch.cli.memory import MemoryEstimate, ModelFacts, estimate_memory, model_facts, tokens_per_gpu
 from lightning_rlbatch.cli.option_states import OptionState, option_states
 from lightning_rlbatch.cli.rules_batching import check_batching
+from lightning_rlbatch.cli.rules_engine import check_engine
 from lightning_rlbatch.cli.rules_names import check_names
 from lightning_rlbatch.cli.rules_sources import check_sources
 from lightning_rlbatch.cli.rules_training import check_training
@@ -63,7 +64,7 @@ def check(run: RunConfig) -> tuple[Finding, ...]:
     Args:
         run: The configuration.
     """
-    found = [*check_names(run), *check_batching(run), *check_training(run), *check_sources(run)]
+    found = [*check_names(run), *check_batching(run), *check_training(run), *check_engine(run), *check_sources(run)]
     order = {"refused": 0, "without effect": 1, "note": 2}
     return tuple(sorted(found, key=lambda finding: order[finding.level]))
 

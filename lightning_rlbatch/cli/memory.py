@@ -99,10 +99,18 @@ def estimate_memory(run: RunConfig, facts: ModelFacts | None) -> MemoryEstimate 
         away = IN_HOST_MEMORY if run.strategy.get("reference_cpu_offload") is True else ""
         parts[f"reference: parameters ({width}){away}"] = whole * size
     if run.kind == "rollouts":
-        own = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(run.model.get("rollout_dtype")), size)
-        parts[f"rollout engine: its own whole copy ({_WIDTHS[own]})"] = facts.num_parameters * own
+        parts |= _engine_parts(run, facts, size)
     activations, formula = _activations(run, facts.config)
     return MemoryEstimate(facts.num_parameters, facts.counted, parts, activations, formula, notes if gathers else ())
+
+
+def _engine_parts(run: RunConfig, facts: ModelFacts, size: int) -> dict[str, int]:
+    """Return the bytes of the engine's weights; vLLM's ``auto`` is 16 bit, and its ranks share a copy."""
+    vllm = run.engine.name == "VLLMEngineConfig"
+    own = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(run.engine.get("dtype")), 2 if vllm else size)
+    ranks = run.model.number("rollout_tensor_parallel_size") or 1
+    copy = f"its share of a copy on {ranks} ranks" if vllm and ranks > 1 else "its own whole copy"
+    return {f"rollout engine: {copy} ({_WIDTHS[own]})": _share(facts.num_parameters * own, ranks if vllm else 1)}
 
 
 def _share(number: int, shards: int) -> int:

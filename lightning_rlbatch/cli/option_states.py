@@ -13,7 +13,10 @@ OPTIONS = (
     ("max_prompt_length", "data", "rollout", "longer prompts are left out"),
     ("max_response_length", "data", "rollout", "most tokens of a response"),
     ("rollout_tensor_parallel_size", "model", "rollout", "GPUs that share a rollout engine"),
-    ("max_rollout_batch_size", "model", "rollout", "sequences that decode together; nothing to do with cutting"),
+    ("max_batch_size", "model.rollout_engine", "rollout", "sequences that decode together; nothing to do with cutting"),
+    ("max_num_seqs", "model.rollout_engine", "rollout", "sequences that decode together; nothing to do with cutting"),
+    ("max_model_len", "model.rollout_engine", "rollout", "most tokens of a prompt with its response in the engine"),
+    ("max_num_batched_tokens", "model.rollout_engine", "rollout", "most tokens of one step of the engine"),
     ("mini_batch_size", "data", "update", "one optimizer step, over all ranks"),
     ("ppo_epochs", "data", "update", "passes over an iteration's rollouts"),
     ("max_tokens_per_rank", "data", "update", "most tokens one GPU holds in a micro-batch (dynamic)"),
@@ -61,7 +64,7 @@ def option_states(run: RunConfig, findings: tuple[Finding, ...]) -> tuple[Option
         run: The configuration.
         findings: About it.
     """
-    sections = {"data": run.data, "model": run.model, "trainer.strategy": run.strategy}
+    sections = {"data": run.data, "model": run.model, "model.rollout_engine": run.engine, "trainer.strategy": run.strategy}
     states = []
     for option, key, phase, meaning in OPTIONS:
         section = sections[key]

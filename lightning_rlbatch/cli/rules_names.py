@@ -22,7 +22,8 @@ OTHER_NAMES = {
     "use_remove_padding": "remove_padding, an option of the model",
     "ulysses_sequence_parallel_size": "sequence_parallel_size, an option of trainer.strategy",
     "tensor_model_parallel_size": "rollout_tensor_parallel_size",
-    "max_num_seqs": "max_rollout_batch_size",
+    "gpu_memory_utilization": "rollout_engine: VLLMEngineConfig with gpu_memory_utilization",
+    "max_num_seqs": "rollout_engine: TransformersEngineConfig with max_batch_size, or VLLMEngineConfig with max_num_seqs",
     "n": "rollouts_per_prompt",
     "grad_clip": "max_grad_norm",
     "clip_ratio": "policy_loss: PPOClip with clip_low and clip_high",
@@ -43,6 +44,9 @@ OTHER_NAMES = {
     "num_generations_eval": "val_rollouts_per_prompt",
     "max_completion_length": "max_response_length",
     "num_iterations": "ppo_epochs",
+    "use_vllm": "rollout_engine: VLLMEngineConfig",
+    "vllm_gpu_memory_utilization": "rollout_engine: VLLMEngineConfig with gpu_memory_utilization",
+    "use_transformers_continuous_batching": "rollout_engine: TransformersEngineConfig with method: continuous_batching",
     "generation_batch_size": "train_batch_size (prompts, not rollouts)",
     "beta": "kl_coefficient",
     "epsilon": "policy_loss: PPOClip with clip_low and clip_high",
@@ -77,7 +81,7 @@ def check_names(run: RunConfig) -> Findings:
             yield refused(key, text=f"`{key}:` at top level is unknown: parameters are sharded first. Move it to model.init_args.{key}.")
         elif key not in _TOP_LEVEL:
             yield refused(key, text=f"There is no top-level key `{key}`.{_suggest(key, ['model', 'data', 'trainer', *_TOP_LEVEL])}")
-    for section in (run.model, run.data, run.strategy, run.trainer):
+    for section in (run.model, run.data, run.strategy, run.trainer, run.engine):
         if section.options is None:
             if section.class_path and section.key != "trainer.strategy":
                 yield note(section.key, text=f"The source of {section.class_path} was not found: its options are not checked here.")
@@ -89,7 +93,7 @@ def _check_section(section: Section, options: dict[str, Option]) -> Findings:
     for name, value in section.given.items():
         if name not in options:
             yield refused(name, text=f"{section.name} has no option `{name}`.{_suggest(name, list(options))}")
-        elif isinstance(value, dict | list):
+        elif isinstance(value, dict | list) and name != "rollout_engine":  # a section of its own
             for part in value if isinstance(value, list) else [value]:
                 yield from _check_part(part)
         elif (expected := _mismatch(options[name], value)) is not None:

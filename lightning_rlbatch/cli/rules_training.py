@@ -146,7 +146,7 @@ def _check_losses(run: RunConfig) -> Findings:
 
 
 def _check_rollouts(run: RunConfig) -> Findings:
-    model, data = run.model, run.data
+    model = run.model
     temperature = model.get("temperature")
     for name in ("kl_coefficient", "value_coefficient", "overlong_factor", "head_memory_mib", "max_sampling_rounds"):
         value, least = model.get(name), int(name == "max_sampling_rounds")
@@ -154,16 +154,6 @@ def _check_rollouts(run: RunConfig) -> Findings:
             yield refused(name, text=f"`{name}` must be at least {least} but is {value}.")
     if isinstance(temperature, int | float) and temperature <= 0:
         yield refused("temperature", text=f"`temperature` must be positive but is {temperature}: rollouts to learn from must be sampled.")
-    limit, prompts, group = model.number("max_rollout_batch_size"), data.number("train_batch_size"), data.number("rollouts_per_prompt")
-    if limit is not None and prompts is not None and group is not None and run.world_size is not None:
-        most = -(-prompts * group // run.world_size)
-        validates = data.get("val_prompts") is not None
-        if limit >= most and not validates:
-            yield without_effect("max_rollout_batch_size", f"a rank generates at most {most} rollouts, fewer than {limit}.")
-    if run.kind == "replay":
-        for name in ("top_k", "top_p", "max_rollout_batch_size", "validation_temperature"):
-            if model.changed(name):
-                yield without_effect(name, "recorded rollouts are replayed: nothing is generated.")
 
 
 def _check_sampling(run: RunConfig) -> Findings:
@@ -179,13 +169,6 @@ def _check_sampling(run: RunConfig) -> Findings:
             "rollouts_per_prompt",
             text=f"max_sampling_rounds={rounds} looks for prompts whose rollouts are all rewarded alike, but rollouts_per_prompt is 1."
             " Raise it, or set max_sampling_rounds to 1.",
-        )
-    tensor_parallel = model.number("rollout_tensor_parallel_size") or 1
-    if tensor_parallel > 1 and model.name == "PPOModule":  # a subclass may bring such an engine
-        yield refused(
-            "rollout_tensor_parallel_size",
-            text=f"rollout_tensor_parallel_size={tensor_parallel} needs an engine that spans as many GPUs, and the default one serves one."
-            " Return a VLLMEngine from build_engine of a subclass, or set it to 1.",
         )
 
 

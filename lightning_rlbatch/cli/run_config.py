@@ -86,6 +86,18 @@ class RunConfig:
         return next((kind for name, kind in DATA_KINDS.items() if name in self.data.ancestors), "other")
 
     @property
+    def engine(self) -> Section:
+        """The rollout engine; the default one where none is named, an empty section for modules that have none."""
+        key, value = "model.rollout_engine", self.model.given.get("rollout_engine")
+        if "PPOModule" not in self.model.ancestors:
+            return Section(key)
+        made = {"class_path": value} if isinstance(value, str) else value if isinstance(value, dict) else {}
+        if "class_path" not in made:  # options alone belong to the default one
+            made = {"class_path": "TransformersEngineConfig", "init_args": made.get("init_args", made)}
+        path = str(made["class_path"])
+        return _section(key, {**made, "class_path": path if "." in path else f"lightning_rlbatch.rollout.{path}"})
+
+    @property
     def sp_size(self) -> int:
         """Sequence-parallel size, 1 unless it is a whole number of at least 1."""
         return self.strategy.number("sequence_parallel_size") or 1

@@ -18,7 +18,7 @@ from helpers import length_reward, make_trainer, sgd, tiny_llama
 from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
 import lightning_rlbatch
-from lightning_rlbatch import callbacks, functional
+from lightning_rlbatch import callbacks, functional, rollout
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.modules.correction import RolloutCorrection
 
@@ -96,6 +96,7 @@ REWARD_MODEL = {"reward_model": reward_model}
 VALIDATION = {"val_prompts": rows("ba c de"), "_validates": True}
 ENVIRONMENT = {"environment": one_more_turn}
 STATIC = {"max_tokens_per_rank": None, "micro_batch_size": 2}
+ENGINES = "rollout/test_engine_config.py::test"
 # Class -> option -> the value, and what it needs beside it (compared with a run that has that alone); or the test that shows its effect.
 TRIED = {
     "PPOModule": {
@@ -126,8 +127,7 @@ TRIED = {
         "top_k": {"top_k": 2},
         "top_p": {"top_p": 0.3},
         "validation_temperature": {"validation_temperature": 0.0, **VALIDATION},
-        "max_rollout_batch_size": {"max_rollout_batch_size": 2},
-        "rollout_dtype": {"rollout_dtype": "bfloat16"},
+        "rollout_engine": {"rollout_engine": rollout.TransformersEngineConfig(max_batch_size=2)},
         "record_rollouts": {"record_rollouts": "recorded"},
         "rollout_tensor_parallel_size": {"rollout_tensor_parallel_size": 2},
         "environment": ENVIRONMENT,
@@ -186,6 +186,25 @@ TRIED = {
         "append_eos": "data/test_replay.py::test_trls_completions_have_their_rewards_summed_from_named_columns",
         "seed": "data/test_replay.py::test_another_seed_is_another_run",
     },
+    "TransformersEngineConfig": {
+        "method": f"{ENGINES}_every_method_of_transformers_samples_the_same_completions_from_a_configuration",
+        "max_batch_size": f"{ENGINES}_options_of_the_transformers_engine_arrive",
+        "dtype": "rollout/test_weights.py::test_the_engine_may_hold_its_copy_in_half_precision",
+        "attn_implementation": f"{ENGINES}_options_of_the_transformers_engine_arrive",
+    },
+    "VLLMEngineConfig": dict.fromkeys(
+        (
+            "model",
+            "dtype",
+            "gpu_memory_utilization",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "enforce_eager",
+            "sleep_level",
+        ),
+        f"{ENGINES}_options_of_vllm_arrive_and_its_log_probs_are_over_the_whole_vocabulary",
+    ),
     "RLBatchFSDPStrategy": {
         "sequence_parallel_size": "test_invariance.py",
         "data_parallel_replicate_size": "modules/test_bad_input.py::test_parallel_size_of_zero_is_refused_by_name",
@@ -247,7 +266,7 @@ def classes():
         value = getattr(callbacks, name)
         if inspect.isclass(value) and issubclass(value, pl.Callback) and name != "RolloutCallback":
             found[name] = value
-    return found
+    return found | {name: getattr(rollout, name) for name in rollout.__all__ if name.endswith("EngineConfig") and name != "EngineConfig"}
 
 
 def options_of(cls):

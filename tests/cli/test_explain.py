@@ -44,7 +44,11 @@ MIS_SET = {
     "planner": ({"data": {"planner": "best"}}, "refused", "one of 'global', 'per_rank'"),
     "equal_size": ({"data": {"equal_size": True, "balance": False}}, "without effect", "contiguous block"),
     "oversize": ({"data": {**STATIC, "oversize": "isolate"}}, "without effect", "no token budget"),
-    "max_rollout_batch_size": ({"model": {"max_rollout_batch_size": 500}}, "without effect", "at most 32 rollouts"),
+    "max_batch_size": (
+        {"model": {"rollout_engine": {"class_path": "TransformersEngineConfig", "init_args": {"max_batch_size": 500}}}},
+        "without effect",
+        "at most 32 rollouts",
+    ),
     "mini_batch_size": ({"data": {"mini_batch_size": 17}}, "refused", "train_batch_size=16"),
     "data_parallel_replicate_size": ({"strategy": {"data_parallel_replicate_size": 3}}, "refused", "data-parallel ranks, 4"),
 }
@@ -260,12 +264,15 @@ def test_memory_counts_the_weights_of_a_local_model_and_divides_them_over_the_ra
     assert memory.parts["rollout engine: its own whole copy (fp32)"] == 4 * number
     assert memory.parts["reference: parameters (fp32)"] == number
     content["trainer"]["strategy"]["init_args"] = {"grad_sync": "every", "cpu_offload": True, "activation_checkpointing": True}
-    content["model"]["init_args"]["rollout_dtype"] = "bfloat16"
+    content["model"]["init_args"]["rollout_engine"] = {"class_path": "TransformersEngineConfig", "init_args": {"dtype": "bfloat16"}}
     saving = explain(run_config(content)).memory
     assert saving.parts["rollout engine: its own whole copy (16 bit)"] == 2 * number
     assert saving.parts["policy: gradients (fp32), in host memory"] == number
     assert saving.total == 2 * number + number + saving.activations  # the engine's copy and the reference stay on the device
     assert saving.activations < memory.activations
+    content["model"]["init_args"] |= {"rollout_engine": "VLLMEngineConfig", "rollout_tensor_parallel_size": 2}
+    shared = explain(run_config(content)).memory  # vLLM's `auto` is 16 bit
+    assert shared.parts["rollout engine: its share of a copy on 2 ranks (16 bit)"] == number
     (tmp_path / "model" / "model.safetensors").unlink()
     assert explain(run_config(content)).memory.num_parameters == number  # the formula agrees with the files
 

@@ -99,7 +99,7 @@ def test_fit_refuses_a_missing_file_and_function_before_it_loads_anything(tmp_pa
 TEN = config(
     data={"micro_batch_size": 4, "log_prob_micro_batch_size": 4, "critic_max_tokens_per_rank": 2048, "planner": "best",
           "oversize": "isolate", "mini_batch_size": 17, "equal_size": True, "balance": False},
-    model={"max_rollout_batch_size": 500, "kl_kind": "k2", "value_coefficient": 0.1},
+    model={"rollout_engine": {"max_batch_size": 500}, "kl_kind": "k2", "value_coefficient": 0.1},
     strategy={"sequence_parallel_size": 5},
 )  # fmt: skip
 WRONG = (

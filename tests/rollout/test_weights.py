@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.modules import PPOModule
-from lightning_rlbatch.rollout import SamplingParams, VLLMEngine
+from lightning_rlbatch.rollout import SamplingParams, TransformersEngineConfig, VLLMEngineConfig
 from lightning_rlbatch.rollout.weights import full_parameters
 from lightning_rlbatch.testing import run_distributed
 
@@ -93,7 +93,7 @@ def test_the_engine_may_hold_its_copy_in_half_precision():
         results = []
         for source in (toy_llama, adapted):
             optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731 - one expression
-            module = PPOModule(source, [varied_reward], rollout_dtype="bfloat16", optimizer=optimizer)
+            module = PPOModule(source, [varied_reward], rollout_engine=TransformersEngineConfig(dtype="bfloat16"), optimizer=optimizer)
             sizes = {"train_batch_size": 2, "mini_batch_size": 2, "rollouts_per_prompt": 2, "max_prompt_length": 1}
             data = RolloutDataModule(lambda: prompts("gf"), ToyTokenizer(), max_tokens_per_rank=8, max_response_length=7, **sizes)
             trainer = make_trainer(1, max_epochs=2)
@@ -105,20 +105,15 @@ def test_the_engine_may_hold_its_copy_in_half_precision():
     for dtypes, mismatch in run_distributed(fn, 1, init_process_group=False)[0]:
         assert dtypes == {torch.bfloat16, torch.float32}
         assert 1e-9 < abs(mismatch) < 0.05
-    with pytest.raises(ValueError, match="Expected rollout_dtype to be 'float32', 'bfloat16', 'float16' or None but got 'int8'"):
-        PPOModule(toy_llama, [varied_reward], rollout_dtype="int8")
 
 
 def test_an_engine_of_the_plain_model_samples_from_a_policy_with_adapters(monkeypatch):
     """A stand-in for vLLM: whole training runs on it, and its weights are the merged ones."""
     monkeypatch.setitem(sys.modules, "vllm", vllm_stand_in.module())
 
-    class WithVLLM(PPOModule):
-        def build_engine(self, model):
-            return VLLMEngine.from_pretrained("folder/of/the/policy")
-
     def fn(rank, world_size):
-        module = WithVLLM(adapted, [varied_reward], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        vllm = VLLMEngineConfig(model="folder/of/the/policy")  # a function makes the policy
+        module = PPOModule(adapted, [varied_reward], rollout_engine=vllm, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         sizes = {"train_batch_size": 2, "mini_batch_size": 2, "rollouts_per_prompt": 2, "max_prompt_length": 1, "max_response_length": 7}
         data = RolloutDataModule(lambda: prompts("gf"), ToyTokenizer(), max_tokens_per_rank=8, **sizes)
         trainer = make_trainer(1, max_epochs=1)

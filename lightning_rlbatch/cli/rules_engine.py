@@ -1,0 +1,71 @@
+"""Rules about the rollout engine: what the module refuses before it loads a model, and options that bound nothing."""
+
+from pathlib import Path
+
+from lightning_rlbatch.cli.findings import Findings, refused, without_effect
+from lightning_rlbatch.cli.imports import is_import_path
+from lightning_rlbatch.cli.run_config import RunConfig, load_pure
+
+
+def check_engine(run: RunConfig) -> Findings:
+    """Find what keeps the configured engine from serving the run, and what it is told in vain."""
+    problems = load_pure("rollout.engine_problems")
+    engine, size = run.engine, run.model.number("rollout_tensor_parallel_size") or 1
+    overridden = run.model.name != "PPOModule"  # a subclass may bring an engine of its own
+    if engine.name == "TransformersEngineConfig" and size > 1 and not overridden:
+        problem = problems.spanning_problem(engine.name, size)
+        yield refused(problem.option, text=problem.text)
+    limit = engine.get("max_batch_size")
+    if engine.name == "TransformersEngineConfig" and isinstance(limit, int) and limit < 1:
+        yield refused("max_batch_size", text=f"`max_batch_size` must be at least 1 but is {limit}.")
+    if engine.name == "VLLMEngineConfig":
+        yield from _check_vllm(run, size)
+    if run.kind == "replay":
+        for section, name in (
+            (run.model, "top_k"),
+            (run.model, "top_p"),
+            (run.model, "rollout_engine"),
+            (run.model, "validation_temperature"),
+        ):
+            if section.changed(name):
+                yield without_effect(name, "recorded rollouts are replayed: nothing is generated.")
+    elif run.data.get("val_prompts") is None:
+        yield from _check_bounds(run)
+
+
+def _check_vllm(run: RunConfig, size: int) -> Findings:
+    problems, engine, model = load_pure("rollout.engine_problems"), run.engine, run.model
+    names = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    values = {name: engine.get(name) for name in names}
+    temperature, validation, top_k, top_p = (model.get(name) for name in ("temperature", "validation_temperature", "top_k", "top_p"))
+    if not all(isinstance(value, int | float | None) for value in (*values.values(), temperature, validation, top_k, top_p)):
+        return  # of the wrong type, as another rule says
+    source = model.get("policy")
+    by_name = isinstance(source, str) and (Path(source).exists() or not is_import_path(source))
+    context = problems.EngineContext(
+        policy=source if by_name else None,
+        longest_sample=run.longest_sample,
+        temperatures=(1.0 if temperature is None else temperature, temperature if validation is None else validation),
+        top_k=top_k or 0,
+        top_p=1.0 if top_p is None else top_p,
+        tensor_parallel_size=size,
+    )
+    found = list(problems.vllm_range_problems(values))
+    if "policy" in model.given:
+        found += problems.vllm_problems(
+            context, model=engine.get("model"), max_model_len=values["max_model_len"], installed=problems.vllm_is_installed()
+        )
+    for problem in found:
+        yield refused(problem.option, text=problem.text)
+
+
+def _check_bounds(run: RunConfig) -> Findings:
+    prompts, group, size = run.data.number("train_batch_size"), run.data.number("rollouts_per_prompt"), run.world_size
+    name = "max_num_seqs" if run.engine.name == "VLLMEngineConfig" else "max_batch_size"
+    limit = run.engine.number(name)
+    if limit is None or prompts is None or group is None or size is None:
+        return
+    shared = run.model.number("rollout_tensor_parallel_size") or 1
+    most = min(prompts * group, -(-prompts * group // size) * shared)
+    if limit >= most and limit > 1:
+        yield without_effect(name, f"a{' group of ranks' if shared > 1 else ' rank'} generates at most {most} rollouts, not over {limit}.")
