@@ -138,7 +138,10 @@ def complete(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     known: dict[str, Any] = {}
     if options.config:
         files = [part for path in options.config for part in ("--config", path)]
-        known = _of_run(run_config(read_config([*files, *overrides])))
+        config = read_config([*files, *overrides])
+        known = _of_run(run_config(config))
+        if known["seed"] is None and isinstance(config.get("seed_everything"), int):
+            known["seed"] = config["seed_everything"]
     # A cap on the command line replaces the configuration's, whichever of the two that sets.
     if options.max_tokens_per_rank is not None or options.micro_batch_size is not None:
         known = {name: value for name, value in known.items() if name not in ("max_tokens_per_rank", "micro_batch_size")}

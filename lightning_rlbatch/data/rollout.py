@@ -7,16 +7,20 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions, check_critic_options, mini_batch_members
 from lightning_rlbatch.data.prompt_reading import PromptSource, TokenizerSource, load_tokenizer, read_prompts
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.rollout_loader import CollectsRollouts, Position, PromptLoader, RolloutLoader
+from lightning_rlbatch.data.run_seed import run_seed
 from lightning_rlbatch.data.sources import NoValidation
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.strategies.access import meshes_of
+
+_ORDER = ("seed", "train_batch_size", "num_prompts")  # of the passes over the prompts
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -50,7 +54,8 @@ class RolloutDataModule(pl.LightningDataModule):
         max_response_length: Most tokens of one response.
         val_batch_size: Prompts per validation step, over all ranks; None takes all at once.
         val_rollouts_per_prompt: Responses per validation prompt.
-        seed: Seed of prompt order, mini-batch membership and sampling.
+        seed: Seed of prompt order, mini-batch membership and sampling; None takes that of ``seed_everything``. A resumed run goes on
+            with the checkpoint's unless one is given.
 
     Raises:
         ValueError: An option is out of range or contradicts another.
@@ -81,7 +86,7 @@ class RolloutDataModule(pl.LightningDataModule):
         max_response_length: int = 1024,
         val_batch_size: int | None = None,
         val_rollouts_per_prompt: int = 1,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         for name, value in {
@@ -126,6 +131,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.val_batch_size = val_batch_size
         self.val_rollouts_per_prompt = val_rollouts_per_prompt
         self.seed = seed
+        self._run_seed = 0
         self.position = Position()
         self._train: PromptBatch | None = None
         self._val: PromptBatch | None = None
@@ -136,6 +142,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if self._train is not None:
             return
         group = None if self.trainer is None else meshes_of(self.trainer).world_group
+        self._run_seed = run_seed(self.seed, group)
         with fail_together(group, "reading prompts"):
             self.tokenizer = load_tokenizer(self.tokenizer_source)
             self._check_budget()
@@ -171,7 +178,7 @@ class RolloutDataModule(pl.LightningDataModule):
             rollouts_per_prompt=rollouts_per_prompt,
             max_prompt_length=self.max_prompt_length,
             max_response_length=self.max_response_length,
-            seed=self.seed,
+            seed=self._run_seed,
         )
 
     @property
@@ -196,7 +203,7 @@ class RolloutDataModule(pl.LightningDataModule):
         for index in range(first, first + self.train_batch_size):
             passes, place = divmod(index, size)
             if passes not in orders:
-                generator = torch.Generator().manual_seed((self.seed * 7_368_787 + passes) % 2**63)
+                generator = torch.Generator().manual_seed((self._run_seed * 7_368_787 + passes) % 2**63)
                 orders[passes] = torch.randperm(size, generator=generator).tolist()
             chosen.append(orders[passes][place])
         return dataclasses.replace(
@@ -214,7 +221,7 @@ class RolloutDataModule(pl.LightningDataModule):
             part
             for epoch in range(self.ppo_epochs)
             for part in mini_batch_members(
-                self.train_batch_size, self.mini_batch_size, seed=self.seed, iteration=self._shuffle_of(iteration), epoch=epoch
+                self.train_batch_size, self.mini_batch_size, seed=self._run_seed, iteration=self._shuffle_of(iteration), epoch=epoch
             )
         ]
 
@@ -237,16 +244,47 @@ class RolloutDataModule(pl.LightningDataModule):
         assert prompts is not None
         return PromptLoader(prompts, self.val_batch_size or len(prompts))
 
+    # -- position --------------------------------------------------------------------------------------------------------------------
+
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
             **dataclasses.asdict(self.position),
             "prompt_epoch": self.position.iteration * self.train_batch_size // len(self._train or [0]),
+            "seed": self._run_seed,
+            "sizes": self._sizes(),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.position = Position(iteration=state_dict["iteration"], mini_batch=state_dict["mini_batch"])
+        if self.seed is None:
+            self._go_on_with(state_dict.get("seed", self._run_seed))
+        before = {"seed": state_dict.get("seed", self._run_seed), **state_dict.get("sizes", {})}
+        now = {"seed": self._run_seed, **self._sizes()}
+        changed = [f"{name} was {old} and is {now[name]}" for name, old in before.items() if now[name] != old]
+        if changed and self.position.mini_batch:
+            raise ValueError(
+                f"The checkpoint stands behind mini-batch {self.position.mini_batch} of iteration {self.position.iteration}, but the"
+                f" iteration would be another one: {', '.join(changed)}. Resume with the old values, or from a checkpoint between"
+                " iterations (RLBatchModelCheckpoint)."
+            )
+        if set(_ORDER).intersection(name for name, old in before.items() if now[name] != old):
+            rank_zero_warn(f"Resuming with another order of prompts ({', '.join(changed)}): some will come again earlier than the others.")
+
+    def _sizes(self) -> dict[str, int]:
+        """Return what decides which prompts a position stands for."""
+        return {
+            "train_batch_size": self.train_batch_size,
+            "mini_batch_size": self.mini_batch_size,
+            "ppo_epochs": self.ppo_epochs,
+            "num_prompts": len(self._train or []),
+        }
+
+    def _go_on_with(self, seed: int) -> None:
+        self._run_seed = seed
+        self._train = None if self._train is None else dataclasses.replace(self._train, seed=seed)
+        self._val = None if self._val is None else dataclasses.replace(self._val, seed=seed)
 
 
 def _checksums(prompts: PromptBatch | None) -> list[int] | None:

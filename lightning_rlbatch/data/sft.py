@@ -5,12 +5,14 @@ from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.indices import PlannedIndices
 from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.run_seed import run_seed
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
 from lightning_rlbatch.data.sources import NoValidation
 from lightning_rlbatch.distributed.failure import fail_together
@@ -81,7 +83,8 @@ class SFTDataModule(pl.LightningDataModule):
         oversize: See :class:`BatchingOptions`.
         workload_coefficient: See :func:`attention_workload`.
         num_workers: Worker processes that collate.
-        seed: Seed of the shuffle.
+        seed: Seed of the shuffle; None takes that of ``seed_everything``. A resumed run goes on with the checkpoint's unless one is
+            given.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class SFTDataModule(pl.LightningDataModule):
         oversize: Literal["error", "isolate"] = "error",
         workload_coefficient: int = 24576,
         num_workers: int = 0,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         if mini_batch_size < 1:
@@ -117,6 +120,7 @@ class SFTDataModule(pl.LightningDataModule):
         self.mini_batch_size = mini_batch_size
         self.num_workers = num_workers
         self.seed = seed
+        self._run_seed = 0
         self._loaded: dict[str, tuple[Any, list[int], list[int]]] = {}
         self._train_sampler: TokenBudgetSampler | None = None
         self._restored: dict[str, int] | None = None
@@ -125,6 +129,7 @@ class SFTDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         NoValidation.refuse(stage, self.val_source, "val_dataset")
         group = None if self.trainer is None else meshes_of(self.trainer).world_group
+        self._run_seed = run_seed(self.seed, group)
         for name, source in (("train", self.train_source), ("val", self.val_source)):
             if source is not None and name not in self._loaded:
                 with fail_together(group, f"reading {name}_dataset"):
@@ -146,7 +151,7 @@ class SFTDataModule(pl.LightningDataModule):
             dp_rank=meshes.dp_rank,
             sp_size=meshes.sp_size,
             shuffle=shuffle,
-            seed=self.seed,
+            seed=self._run_seed,
             balance=options.balance,
             equal_size=options.equal_size,
             planner=options.planner,
@@ -184,12 +189,19 @@ class SFTDataModule(pl.LightningDataModule):
         # What training has finished, not what the sampler has handed out: workers fetch ahead.
         consumed = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if consumed >= min(len(self._train_sampler), trainer.num_training_batches):
-            return {"epoch": self._train_sampler.epoch + 1, "position": 0}
-        return self._train_sampler.state_dict(consumed)
+            return {"epoch": self._train_sampler.epoch + 1, "position": 0, "seed": self._run_seed}
+        return {**self._train_sampler.state_dict(consumed), "seed": self._run_seed}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
+        before = state_dict.get("seed", self._run_seed)
+        if self.seed is None:
+            self._run_seed = before
+        elif self.seed != before and state_dict.get("position"):
+            rank_zero_warn(
+                f"Resuming inside an epoch with seed={self.seed} where it was {before}: some samples come twice, others not at all."
+            )
 
 
 def _measured(source: DatasetSource, name: str) -> tuple[Any, list[int], list[int]]:
