@@ -60,12 +60,8 @@ def _check_vllm(run: RunConfig, size: int) -> Findings:
 
 
 def _check_bounds(run: RunConfig) -> Findings:
-    prompts, group, size = run.data.number("train_batch_size"), run.data.number("rollouts_per_prompt"), run.world_size
-    name = "max_num_seqs" if run.engine.name == "VLLMEngineConfig" else "max_batch_size"
-    limit = run.engine.number(name)
-    if limit is None or prompts is None or group is None or size is None:
-        return
-    shared = run.model.number("rollout_tensor_parallel_size") or 1
-    most = min(prompts * group, -(-prompts * group // size) * shared)
-    if limit >= most and limit > 1:
-        yield without_effect(name, f"a{' group of ranks' if shared > 1 else ' rank'} generates at most {most} rollouts, not over {limit}.")
+    prompts, group, limit = run.data.number("train_batch_size"), run.data.number("rollouts_per_prompt"), run.engine.number("max_batch_size")
+    if limit is not None and prompts is not None and group is not None and run.world_size is not None:
+        most = -(-prompts * group // run.world_size)
+        if limit >= most:
+            yield without_effect("max_batch_size", f"a rank generates at most {most} rollouts, fewer than {limit}.")
