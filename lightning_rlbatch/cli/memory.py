@@ -101,7 +101,8 @@ def estimate_memory(run: RunConfig, facts: ModelFacts | None) -> MemoryEstimate 
     if run.kind == "rollouts":
         parts |= _engine_parts(run, facts, size)
     activations, formula = _activations(run, facts.config)
-    return MemoryEstimate(facts.num_parameters, facts.counted, parts, activations, formula, notes if gathers else ())
+    told = (*(notes if gathers else ()), *_engine_notes(run))
+    return MemoryEstimate(facts.num_parameters, facts.counted, parts, activations, formula, told)
 
 
 def _engine_parts(run: RunConfig, facts: ModelFacts, size: int) -> dict[str, int]:
@@ -111,6 +112,13 @@ def _engine_parts(run: RunConfig, facts: ModelFacts, size: int) -> dict[str, int
     ranks = run.model.number("rollout_tensor_parallel_size") or 1
     copy = f"its share of a copy on {ranks} ranks" if vllm and ranks > 1 else "its own whole copy"
     return {f"rollout engine: {copy} ({_WIDTHS[own]})": _share(facts.num_parameters * own, ranks if vllm else 1)}
+
+
+def _engine_notes(run: RunConfig) -> tuple[str, ...]:
+    share = run.engine.get("gpu_memory_utilization")
+    if run.kind != "rollouts" or not isinstance(share, int | float):
+        return ()
+    return (f"gpu_memory_utilization: while it samples vLLM takes up to {100 * share:.0f}% of the GPU, key/value cache included",)
 
 
 def _share(number: int, shards: int) -> int:

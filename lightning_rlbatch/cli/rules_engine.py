@@ -9,7 +9,10 @@ from lightning_rlbatch.cli.run_config import RunConfig, load_pure
 
 def check_engine(run: RunConfig) -> Findings:
     """Find what keeps the configured engine from serving the run, and what it is told in vain."""
-    problems = load_pure("rollout.engine_problems")
+    problems, value = load_pure("rollout.engine_problems"), run.model.given.get("rollout_engine", "")
+    if not isinstance(value, str | dict):
+        text = f"`rollout_engine` must name a class, such as TransformersEngineConfig, but is {value!r}. Drop it to take the default."
+        yield refused("rollout_engine", text=text)
     engine, size = run.engine, run.model.number("rollout_tensor_parallel_size") or 1
     overridden = run.model.name != "PPOModule"  # a subclass may bring an engine of its own
     if engine.name == "TransformersEngineConfig" and size > 1 and not overridden:

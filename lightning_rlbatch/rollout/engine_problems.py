@@ -100,6 +100,16 @@ def model_for_vllm(policy: str | None, model: str | None) -> str | None:
     return base
 
 
+def _num_heads(source: str | None) -> int | None:
+    """Return the number of attention heads of a model folder; None if it is no folder, or does not say."""
+    file = None if source is None else Path(source) / "config.json"
+    if file is None or not file.is_file():
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    heads = config.get("text_config", config).get("num_attention_heads")
+    return heads if isinstance(heads, int) else None
+
+
 def vllm_range_problems(options: dict[str, Any]) -> Iterator[Problem]:
     """Find options of ``VLLMEngineConfig`` that are out of range, each by itself.
 
@@ -144,6 +154,13 @@ def vllm_problems(context: EngineContext, *, model: str | None, max_model_len: i
             "policy",
             f"vLLM reads the policy's architecture from a folder or hub name, but policy is none: {made}. Set policy to the name of a"
             " pretrained model, or model of VLLMEngineConfig to a folder whose config.json is that of the policy without adapters.",
+        )
+    heads = _num_heads(model_for_vllm(context.policy, model))
+    if heads is not None and heads % context.tensor_parallel_size:
+        yield Problem(
+            "rollout_tensor_parallel_size",
+            f"vLLM splits attention heads over the ranks of an engine, but the policy's {heads} heads cannot be split over"
+            f" rollout_tensor_parallel_size={context.tensor_parallel_size}. Set it to a divisor of {heads}.",
         )
     if max_model_len is not None and context.longest_sample is not None and max_model_len < context.longest_sample:
         yield Problem(

@@ -273,6 +273,7 @@ def test_memory_counts_the_weights_of_a_local_model_and_divides_them_over_the_ra
     content["model"]["init_args"] |= {"rollout_engine": "VLLMEngineConfig", "rollout_tensor_parallel_size": 2}
     shared = explain(run_config(content)).memory  # vLLM's `auto` is 16 bit
     assert shared.parts["rollout engine: its share of a copy on 2 ranks (16 bit)"] == number
+    assert shared.notes[-1].startswith("gpu_memory_utilization: while it samples vLLM takes up to 40%")
     (tmp_path / "model" / "model.safetensors").unlink()
     assert explain(run_config(content)).memory.num_parameters == number  # the formula agrees with the files
 

@@ -257,6 +257,21 @@ def test_an_engine_for_one_rank_is_refused_for_several_in_the_words_of_explain()
     assert explained(("TransformersEngineConfig", {}), rollout_tensor_parallel_size=2)[1] == [str(raised.value)]
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_ranks_that_cannot_share_the_attention_heads_are_refused_and_explained(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
+    with pytest.raises(ValueError, match="6 heads cannot be split over rollout_tensor_parallel_size=4") as raised:
+        VLLMEngineConfig().check(EngineContext(policy=str(tmp_path), tensor_parallel_size=4))
+    assert explained((VLLM, {}), policy=str(tmp_path), rollout_tensor_parallel_size=4)[1] == [str(raised.value)]
+    VLLMEngineConfig().check(EngineContext(policy=str(tmp_path), tensor_parallel_size=3))
+
+
+@pytest.mark.parametrize("value", [None, 3])
+def test_explain_refuses_what_names_no_class(value):
+    findings = explain(run_config(large_config(model={"rollout_engine": value}))).findings
+    assert [finding.options for finding in findings if finding.level == "refused"] == [("rollout_engine",)]
+
+
 def test_something_else_than_a_configuration_is_refused():
     with pytest.raises(TypeError, match="rollout_engine must be an EngineConfig"):
         PPOModule("some/model", [varied_reward], rollout_engine=ScriptedEngine())
