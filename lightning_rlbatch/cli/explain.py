@@ -13,13 +13,11 @@ from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.digest import format_bytes, label, memory_line, options_in_effect, size_lines
 from lightning_rlbatch.cli.explanation import Explanation, explain
 from lightning_rlbatch.cli.memory import build_facts
-from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.run_config import run_config
 
 _COLOURS = {"in effect": "green", "off": "dim", "without effect": "yellow", "refused": "bold red", "note": "cyan"}
 
 
-@until_closed
 def main(arguments: list[str]) -> int:
     """Run the subcommand.
 

@@ -1,5 +1,6 @@
 """LightningCLI with this package's strategy and classes at hand."""
 
+import warnings
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -44,4 +45,6 @@ def run(arguments: list[str] | None) -> None:
         arguments: Command line without the program's name; None reads ``sys.argv``.
     """
     lightning_rlbatch.register()
+    # Of torch about a line of Lightning 2.6, which users can do nothing about; warnings from elsewhere stay.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.pytorch\.utilities\._pytree")
     RLBatchCLI(args=arguments)

@@ -6,6 +6,7 @@ import sys
 
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.explanation import check
+from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.run_config import run_config
 
 USAGE = """usage: rlbatch COMMAND [options]
@@ -45,7 +46,7 @@ def main(args: list[str] | None = None) -> None:
         raise SystemExit(2)
     if arguments[0] in _OWN:
         command = importlib.import_module(f"lightning_rlbatch.cli.{_OWN[arguments[0]]}")
-        code = command.main(arguments[1:])
+        code = until_closed(command.main)(arguments[1:])
         if code:
             raise SystemExit(code)
         return

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.lengths import read_lengths
-from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.plan_numbers import make_plan, measure, sweep
 from lightning_rlbatch.cli.plan_tables import show_iterations, show_methods, show_sweep
 from lightning_rlbatch.cli.run_config import RunConfig, run_config
@@ -33,7 +32,6 @@ _DEFAULTS = {
 }
 
 
-@until_closed
 def main(arguments: list[str]) -> int:
     """Run the subcommand.
 

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from lightning_rlbatch.cli.charts import number
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
-from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.report_page import PAGE
 from lightning_rlbatch.cli.report_plots import charts, held_out
 from lightning_rlbatch.cli.report_waiting import waiting_table
@@ -20,7 +19,6 @@ from lightning_rlbatch.cli.run_config import load_pure
 from lightning_rlbatch.cli.run_metrics import RunMetrics
 
 
-@until_closed
 def main(arguments: list[str]) -> int:
     """Run the subcommand.
 

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.made import build_policy
-from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.run_config import RunConfig, run_config
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ ADVICE = {
 }
 
 
-@until_closed
 def main(arguments: list[str]) -> int:
     """Run the subcommand.
 
