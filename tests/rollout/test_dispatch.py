@@ -293,7 +293,7 @@ def test_only_samples_that_change_their_rank_are_sent():
         for balance in (False, True):
             data = RolloutDataModule(
                 lambda: [{"prompt": letter} for letter in "ggaa"], ToyTokenizer(), train_batch_size=4, mini_batch_size=4,
-                micro_batch_size=2, balance=balance, max_prompt_length=1, max_response_length=7,
+                micro_batch_size=2, balance=balance, max_prompt_length=1, max_response_length=7, seed=0,
             )  # fmt: skip
             keep = Keep()
             make_trainer(world_size, callbacks=[keep], max_epochs=1).fit(ScriptedPPO(policy, [varied_reward]), datamodule=data)
