@@ -1,6 +1,7 @@
 """``rlbatch plan``: plan real lengths, and compare with no balancing and with the two-layer baseline."""
 
 import argparse
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -172,7 +173,7 @@ def _mini_batches(options: argparse.Namespace) -> tuple[list[list[int]], list[in
         return [lengths[start : start + step] for start in range(0, len(lengths), step)], []
     from lightning_rlbatch.cli.rollout_lengths import read_iterations
 
-    found = read_iterations(options.from_rollouts, _encoder(options.tokenizer))
+    found = read_iterations(options.from_rollouts, _tokenizer_maker(options.tokenizer))
     if options.iteration is not None:
         missing = sorted(set(options.iteration) - {iteration.number for iteration in found})
         if missing:
@@ -189,19 +190,17 @@ def _mini_batches(options: argparse.Namespace) -> tuple[list[list[int]], list[in
     return [part for part, _ in steps], [number for _, number in steps]
 
 
-def _encoder(source: Any) -> Any:
-    """Return what counts tokens, made when it is first asked; None without a tokenizer."""
-    made: list[Any] = []
+def _tokenizer_maker(source: Any) -> Any:
+    """Return what makes the tokenizer when it is first asked for; None without one."""
 
-    def encode(text: str) -> list[int]:
-        if not made:
-            from lightning_rlbatch.cli.made import callable_of
-            from lightning_rlbatch.data.prompt_reading import load_tokenizer
+    @functools.cache
+    def make() -> Any:
+        from lightning_rlbatch.cli.made import callable_of
+        from lightning_rlbatch.data.prompt_reading import load_tokenizer
 
-            made.append(load_tokenizer(callable_of(source, "tokenizer") if isinstance(source, dict) else source))
-        return list(made[0].encode(text))
+        return load_tokenizer(callable_of(source, "tokenizer") if isinstance(source, dict) else source)
 
-    return None if source is None else encode
+    return None if source is None else make
 
 
 def _print_json(content: dict[str, Any]) -> None:

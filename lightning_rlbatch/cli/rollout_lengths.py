@@ -1,17 +1,20 @@
 """Read the lengths of a run's rollouts, and deal them to the mini-batches that the run would have made."""
 
-import json
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_rlbatch.data.batching import mini_batch_members
-from lightning_rlbatch.data.dumps import COMPLETION_KEYS, GROUP_KEYS, ITERATION_KEYS, PROMPT_KEYS
+from lightning_rlbatch.data.dumps import COMPLETION_KEYS, PROMPT_KEYS, dump_files, encode_completion, encode_prompt, group_of, iteration_of
+from lightning_rlbatch.data.prompts import Tokenizer
 from lightning_rlbatch.data.recording import RecordedRollouts
 from lightning_rlbatch.data.store import SAMPLE_ID
+from lightning_rlbatch.rollout.row_files import rows_of_file
 
-Encode = Callable[[str], list[int]]
+TokenizerMaker = Callable[[], Tokenizer]
+"""Makes the tokenizer when the first text is to be counted; the same one every time."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,13 @@ class IterationLengths:
         return [lengths for lengths in steps if lengths]
 
 
-def read_iterations(path: str, encode: Encode | None = None) -> list[IterationLengths]:
+def read_iterations(path: str, tokenizer: TokenizerMaker | None = None) -> list[IterationLengths]:
     """Read every iteration of a folder of rollouts.
 
     Args:
         path: What :class:`RolloutRecorder` wrote, or JSON lines or Parquet files: of :class:`RolloutLogger`, or another
             trainer's dump.
-        encode: Turns text into tokens; needed for rows that do not count the tokens of prompt and response themselves.
+        tokenizer: Of the policy; needed for rows that do not count the tokens of prompt and response themselves.
 
     Raises:
         ValueError: There are no rollouts, or a line's tokens cannot be counted; the message says where and what to do.
@@ -61,13 +64,14 @@ def read_iterations(path: str, encode: Encode | None = None) -> list[IterationLe
     folder = Path(path)
     if any(folder.glob("iteration_*/*.safetensors")):
         return _recorded(folder)
-    files = [folder] if folder.is_file() else sorted(file for file in folder.rglob("*") if file.suffix in (".jsonl", ".parquet"))
-    if not files:
+    try:
+        files = dump_files(folder)
+    except ValueError:
         raise ValueError(
             f"{path} has no rollouts: expected iteration_000000/rank_00000.safetensors of RolloutRecorder, or .jsonl or"
             " .parquet files of RolloutLogger or another trainer."
-        )
-    return _dumped(files, encode)
+        ) from None
+    return _dumped(files, tokenizer)
 
 
 def _recorded(folder: Path) -> list[IterationLengths]:
@@ -82,73 +86,59 @@ def _recorded(folder: Path) -> list[IterationLengths]:
     return found
 
 
-def _dumped(files: list[Path], encode: Encode | None) -> list[IterationLengths]:
-    rows: dict[int, dict[Any, list[tuple[int, int]]]] = {}
-    for index, file in enumerate(files):
-        for place, row in _lines(file):
-            iteration = int(_first(row, ITERATION_KEYS, index))
-            group = _first(row, GROUP_KEYS, _first(row, PROMPT_KEYS, None))
-            members = rows.setdefault(iteration, {}).setdefault(group, [])
-            if row.get("reward", row.get("score", 0.0)) is not None:  # rollouts without a verdict are not trained on
-                members.append((row.get("sample_id", len(members)), count_tokens(row, place, encode)))
+def _dumped(files: list[Path], tokenizer: TokenizerMaker | None) -> list[IterationLengths]:
+    rows: dict[int, dict[str, list[tuple[int, int]]]] = {}
+    for number, file in enumerate(files):
+        for place, row in rows_of_file(file, on_cut=warnings.warn):
+            try:
+                group = group_of(row)
+            except LookupError as error:
+                raise ValueError(f"{place}: {error.args[0]}") from None
+            members = rows.setdefault(iteration_of(row, number, place), {}).setdefault(group, [])
+            reward = row.get("reward", row.get("score", 0.0))
+            if reward is not None and reward == reward:  # rollouts without a verdict (null, NaN) are not trained on
+                members.append((row.get("sample_id", len(members)), count_tokens(row, place, tokenizer)))
     found = []
     for number in sorted(rows):
         # RolloutLogger's groups are positions in the iteration; those of others are numbered as they come.
-        are_positions = all(isinstance(group, int) for group in rows[number])
+        are_positions = all(group.isdigit() for group in rows[number])
         groups = {
-            (group if are_positions else index): [length for _, length in sorted(members)]
+            (int(group) if are_positions else index): [length for _, length in sorted(members)]
             for index, (group, members) in enumerate(rows[number].items())
         }
         found.append(IterationLengths(number, groups, max(groups) + 1, None))
     return found
 
 
-def count_tokens(row: dict[str, Any], place: str, encode: Encode | None) -> int:
+def count_tokens(row: Mapping[str, Any], place: str, tokenizer: TokenizerMaker | None) -> int:
     """Return the tokens of a rollout's prompt and response.
 
     Args:
         row: With ``num_prompt_tokens`` or ``prompt_ids``, ``num_response_tokens`` or ``completion_ids``; else texts.
         place: Where it stands, for the error message.
-        encode: Turns text into tokens; an end token is added to a completion.
+        tokenizer: Of the policy; the end token is added to a completion, as :class:`RolloutDump` does.
 
     Raises:
-        ValueError: A part can only be counted with a tokenizer, or is not there.
+        ValueError: A part can only be counted with a tokenizer, cannot be tokenized, or is not there.
     """
     total = 0
     for kind, count, keys in (("prompt", "num_prompt_tokens", PROMPT_KEYS), ("completion", "num_response_tokens", COMPLETION_KEYS)):
-        text = _first(row, keys, None)
+        text = next((row[key] for key in keys if row.get(key) is not None), None)
         if isinstance(row.get(count), int):
             total += row[count]
         elif isinstance(row.get(f"{kind}_ids"), list):
             total += len(row[f"{kind}_ids"])
-        elif not isinstance(text, str):
+        elif text is None:
             raise ValueError(f"{place} has no {kind}: expected {count}, {kind}_ids, or text under {' or '.join(keys)}.")
-        elif encode is None:
+        elif tokenizer is None:
             raise ValueError(f"{place} has the {kind} as text: pass --tokenizer (a folder or an import path) to count its tokens.")
         else:
-            total += len(encode(text)) + (kind == "completion")
+            total += len(_encode(tokenizer(), kind, text, place))
     return total
 
 
-def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    if file.suffix == ".parquet":
-        try:
-            import pyarrow.parquet
-        except ImportError:
-            raise ValueError(f"Reading {file} needs pyarrow: pip install pyarrow.") from None
-        yield from ((f"Row {number} of {file}", row) for number, row in enumerate(pyarrow.parquet.read_table(file).to_pylist(), start=1))
-        return
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        place = f"Line {number} of {file}"
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{place} is not JSON ({error}).") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{place} must be a JSON object but is {line[:80]!r}.")
-            yield place, row
-
-
-def _first(row: dict[str, Any], keys: tuple[str, ...], default: Any) -> Any:
-    return next((row[key] for key in keys if row.get(key) is not None), default)
+def _encode(tokenizer: Tokenizer, kind: str, text: Any, place: str) -> list[int]:
+    try:
+        return encode_prompt(tokenizer, text) if kind == "prompt" else encode_completion(tokenizer, text, append_eos=True)
+    except Exception as error:  # a tokenizer or its template may raise anything
+        raise ValueError(f"{place} cannot be tokenized ({type(error).__name__}: {error}).") from error

@@ -61,17 +61,16 @@ class RolloutDump:
         self._append_eos = append_eos
         if append_eos and tokenizer.eos_token_id is None:
             raise ValueError("append_eos needs a tokenizer with eos_token_id but it is None. Pass append_eos=False.")
-        self._special = {"add_special_tokens": False} if _takes_special_tokens(tokenizer) else {}
         self._paths: dict[int, list[Path]] = {}
         self._group_sizes: dict[int, dict[str, int]] = {}
-        for number, file in enumerate(_files_of(self.path)):
+        for number, file in enumerate(dump_files(self.path)):
             for place, row in rows_of_file(file, on_cut=rank_zero_warn):
                 self._check(row, place)
-                iteration = _iteration_of(row, number, place)
+                iteration = iteration_of(row, number, place)
                 if file not in (paths := self._paths.setdefault(iteration, [])):
                     paths.append(file)
                 sizes = self._group_sizes.setdefault(iteration, {})
-                sizes[_group_of(row)] = sizes.get(_group_of(row), 0) + 1
+                sizes[group_of(row)] = sizes.get(group_of(row), 0) + 1
         if not self._paths:
             raise ValueError(f"{self.path} has no rollouts. Expected one row per rollout, with prompt, completion and reward.")
         self.iterations = sorted(self._paths)
@@ -103,19 +102,19 @@ class RolloutDump:
         Raises:
             ValueError: A row that has no tokens.
         """
-        files = _files_of(self.path)
+        files = dump_files(self.path)
         rows = [
             (place, row)
             for file in self._paths[iteration]
             for place, row in rows_of_file(file, on_cut=_said_before)
-            if _iteration_of(row, files.index(file), place) == iteration
+            if iteration_of(row, files.index(file), place) == iteration
         ]
         size = self.rollouts_per_prompt(iteration)
         first_id = {group: index * size for index, group in enumerate(self._group_sizes[iteration])}
         taken: dict[str, int] = {}
         numbered = []
         for place, row in rows:
-            group = _group_of(row)
+            group = group_of(row)
             numbered.append((first_id[group] + taken.get(group, 0), place, row))
             taken[group] = taken.get(group, 0) + 1
         numbered.sort(key=lambda entry: entry[0])
@@ -156,22 +155,44 @@ class RolloutDump:
         prompt, completion = _ids_in(row, "prompt", place), _ids_in(row, "completion", place)
         try:
             if prompt is None:
-                prompt = self._encode_prompt(_first(row, PROMPT_KEYS, "prompt"))
+                prompt = encode_prompt(self._tokenizer, _first(row, PROMPT_KEYS, "prompt"))
             if completion is None:
-                completion = list(self._tokenizer.encode(completion_text(_first(row, COMPLETION_KEYS, "completion")), **self._special))
-                if self._append_eos and self._tokenizer.eos_token_id is not None:
-                    completion.append(self._tokenizer.eos_token_id)
+                completion = encode_completion(self._tokenizer, _first(row, COMPLETION_KEYS, "completion"), append_eos=self._append_eos)
         except Exception as error:  # a tokenizer or its template may raise anything
             raise ValueError(f"{place} cannot be tokenized ({type(error).__name__}: {error}).") from error
         if not prompt or not completion:
             raise ValueError(f"{place}: the {'completion' if prompt else 'prompt'} has no tokens. Leave the row out.")
         return _sample(prompt, completion, self._rewards(row, place), sample_id)
 
-    def _encode_prompt(self, prompt: Any) -> list[int]:
-        messages = as_conversation(prompt)
-        if messages is None:
-            return list(self._tokenizer.encode(prompt))
-        return encode_rendered(self._tokenizer, render(self._tokenizer, messages))
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:
+    """Return the token ids of a prompt, with what the tokenizer puts in front of a text.
+
+    Args:
+        tokenizer: Of the policy.
+        prompt: Text, or messages for the tokenizer's chat template.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    messages = as_conversation(prompt)
+    return list(tokenizer.encode(prompt)) if messages is None else encode_rendered(tokenizer, render(tokenizer, messages))
+
+
+def encode_completion(tokenizer: Tokenizer, completion: Any, *, append_eos: bool) -> list[int]:
+    """Return the token ids of a completion, with nothing in front of it.
+
+    Args:
+        tokenizer: Of the policy.
+        completion: Text, or the one message of the assistant.
+        append_eos: Whether the end token follows, if the tokenizer has one.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    special = {"add_special_tokens": False} if _takes_special_tokens(tokenizer) else {}
+    ids = list(tokenizer.encode(completion_text(completion), **special))
+    return [*ids, tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else ids
 
 
 def _sample(prompt: list[int], completion: list[int], rewards: list[float], sample_id: int) -> dict[str, torch.Tensor]:
@@ -204,11 +225,19 @@ def _ids_in(row: Mapping[str, Any], kind: str, place: str) -> list[int] | None:
     return ids
 
 
-def _has_group(row: Mapping[str, Any]) -> bool:
-    return any(row.get(key) is not None for key in GROUP_KEYS)
+def group_of(row: Mapping[str, Any]) -> str:
+    """Return what names the group of a row, as JSON: its ``group_id`` or ``uid``, else its prompt.
 
+    Args:
+        row: Of a dump.
 
-def _group_of(row: Mapping[str, Any]) -> str:
+    Raises:
+        LookupError: It has none of these.
+
+    Example:
+        >>> group_of({"uid": "a_0_1", "input": "1 + 1 ="}), group_of({"prompt": "1 + 1 ="})
+        ('"a"', '"1 + 1 ="')
+    """
     if not _has_group(row):
         return json.dumps(_first(row, PROMPT_KEYS, "prompt"))
     name = next(row[key] for key in GROUP_KEYS if row.get(key) is not None)
@@ -216,7 +245,21 @@ def _group_of(row: Mapping[str, Any]) -> str:
     return json.dumps(sample[1] if sample else name)
 
 
-def _iteration_of(row: Mapping[str, Any], number: int, place: str) -> int:
+def _has_group(row: Mapping[str, Any]) -> bool:
+    return any(row.get(key) is not None for key in GROUP_KEYS)
+
+
+def iteration_of(row: Mapping[str, Any], number: int, place: str) -> int:
+    """Return the iteration of a row.
+
+    Args:
+        row: Of a dump.
+        number: Of its file: the iteration of rows that do not tell.
+        place: Where it stands, for the error message.
+
+    Raises:
+        ValueError: The row's iteration is no integer.
+    """
     given = next((row[key] for key in ITERATION_KEYS if row.get(key) is not None), number)
     try:
         return int(given)
@@ -233,8 +276,15 @@ def _takes_special_tokens(tokenizer: Tokenizer) -> bool:
     return any(parameter.name == "add_special_tokens" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _files_of(path: Path) -> list[Path]:
-    """Return the file, or those in the folder with numbers in their natural order (2 before 10)."""
+def dump_files(path: Path) -> list[Path]:
+    """Return the file, or those in the folder with numbers in their natural order (2 before 10).
+
+    Args:
+        path: A file, or a folder that is searched for ``.jsonl`` and ``.parquet`` files.
+
+    Raises:
+        ValueError: There are none.
+    """
     if path.is_file():
         return [path]
     found = [file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet") and file.is_file()]

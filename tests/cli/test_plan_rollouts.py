@@ -138,6 +138,17 @@ def test_a_dump_that_counts_its_tokens_needs_no_tokenizer(tmp_path, capsys):
     assert [iteration["num_tokens"] for iteration in answer["iterations"]] == [7 + 9 + 11, 4 + 6 + 8 + 10]
 
 
+def test_dumps_are_read_as_replay_reads_them_files_in_natural_order_and_an_unfinished_line_left_out(tmp_path):
+    messages = [{"role": "user", "content": "one\u2028two"}]
+    row = json.dumps({"prompt": messages, "num_prompt_tokens": 3, "completion": "ab", "reward": 1.0}, ensure_ascii=False) + "\n"
+    no_verdict = json.dumps({"prompt": messages, "reward": float("nan")}) + "\n"
+    (tmp_path / "2.jsonl").write_text(row + row, encoding="utf-8")
+    (tmp_path / "10.jsonl").write_text(no_verdict + row + row[:20], encoding="utf-8")
+    with pytest.warns(UserWarning, match="breaks off"):
+        found = read_iterations(str(tmp_path), Letters)
+    assert [(iteration.number, iteration.groups) for iteration in found] == [(0, {0: [6, 6]}), (1, {0: [6]})]
+
+
 def test_parquet_files_are_read_like_json_lines(tmp_path):
     rows = [{"prompt": "p", "num_prompt_tokens": 3, "num_response_tokens": n, "reward": 1.0, "iteration": n % 2, "group_id": n // 2,
              "sample_id": n} for n in range(1, 7)]  # fmt: skip
