@@ -7,7 +7,7 @@ With the policy's logits z and the reference's y of one token, m = max z, s = su
 Tiles are visited as in ``scoring_tiles``; the backward pass computes both models' tiles again. The reference has no gradient.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_rlbatch.functional.kl import full_kl
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
-from lightning_rlbatch.models.scoring import ACCELERATOR_TILE, CPU_TILE, DIRECT_ELEMENTS
-from lightning_rlbatch.models.scoring_tiles import Head, Tiles, accumulation_dtype
+from lightning_rlbatch.models.scoring import ACCELERATOR_TILE, CPU_TILE, may_keep_logits
+from lightning_rlbatch.models.scoring_tiles import Head, Tiles, accumulation_dtype, add_product, whole_logits
 
 
 class ReferenceHead(NamedTuple):
@@ -69,7 +69,7 @@ class FullKLScorer(TokenScorer):
         with_log_probs: bool = True,
         with_entropy: bool = False,
         with_values: bool = False,
-        reference: ReferenceHead | str | None = None,
+        reference: ReferenceHead | Literal["own"] | None = None,
         only_squares: bool = False,
     ) -> Any:
         """Score as `TokenScorer.forward` does; with a reference also the divergence from it.
@@ -82,10 +82,20 @@ class FullKLScorer(TokenScorer):
             with_values: See `TokenScorer`.
             reference: None; ``"own"`` to return this model's `ReferenceHead` and nothing else; or the reference's, of the same batch.
             only_squares: True returns [T]: ``sum_of_squares`` of this model and nothing else, without gradient.
+
+        Returns:
+            `TokenScores`; with a `ReferenceHead` `FullKLScores`.
+
+        Raises:
+            ValueError: See `TokenScorer`; a `ReferenceHead` without log-probs.
+            TypeError: See `TokenScorer`.
+            RuntimeError: See `TokenScorer`.
         """
         if reference is None and not only_squares:
             arguments = {"with_log_probs": with_log_probs, "with_entropy": with_entropy, "with_values": with_values}
             return super().forward(batch, temperature=temperature, **arguments)
+        if not with_log_probs:
+            raise ValueError("The divergence comes with log-probs, but with_log_probs is False. Leave it at True.")
         self._check_request(batch, temperature, True, with_values)
         targets, scored, sources = self.positions.find(batch)
         states = self._hidden_states(batch)[sources]
@@ -100,10 +110,6 @@ class FullKLScorer(TokenScorer):
         columns = [log_probs, entropy, self.value_head(states) if with_values and self.value_head is not None else None]
         columns.append(divergence(own, reference, temperature=rows_temperature))
         return FullKLScores(*(None if column is None else self._to_token(column, sources, scored, batch.num_tokens) for column in columns))  # type: ignore[arg-type]  # the last is none
-
-    def _head_weights(self) -> tuple[Tensor, Tensor | None]:
-        head: Any = self.lm_head
-        return head.weight, head.bias
 
     def _own_head(self, states: Tensor, *, copied: bool = False) -> ReferenceHead:
         weight, bias = self._head_weights()
@@ -140,14 +146,13 @@ def divergence(
     """
     ours, head = _prepared(policy, policy.weight, temperature, (token_tile, vocab_tile))
     theirs, ref_head = _prepared(reference, policy.weight, temperature, (token_tile, vocab_tile))
-    heads, device = (head, ref_head), ours.states.device
-    small = token_tile is None and vocab_tile is None and ours.states.shape[0] * ours.weight.shape[0] <= DIRECT_ELEMENTS
-    with torch.autocast(device.type, enabled=False):
-        if small:
-            everywhere = torch.ones(ours.states.shape[0], dtype=torch.bool, device=device)
-            return full_kl(_logits(ours, heads[0]), _logits(theirs, heads[1]), everywhere)
+    own, other = (ours.states, ours.weight, ours.bias), (theirs.states, theirs.weight, theirs.bias)
+    with torch.autocast(ours.states.device.type, enabled=False):
+        if token_tile is None and vocab_tile is None and may_keep_logits(ours.states, ours.weight):
+            everywhere = torch.ones(ours.states.shape[0], dtype=torch.bool, device=ours.states.device)
+            return full_kl(whole_logits(*own, head), whole_logits(*other, ref_head), everywhere)
         apply: Any = _TiledKL.apply  # torch has no type for it
-        return cast(Tensor, apply(ours.states, ours.weight, ours.bias, theirs.states, theirs.weight, theirs.bias, *heads))
+        return cast(Tensor, apply(*own, *other, head, ref_head))
 
 
 @torch.no_grad()
@@ -203,13 +208,6 @@ def _prepared(
     return part, Head(part.softcap, part.logit_scale, temperature, (tile[0] or default[0], tile[1] or default[1]))
 
 
-def _logits(part: ReferenceHead, head: Head) -> Tensor:
-    logits = torch.nn.functional.linear(part.states, part.weight, part.bias).to(accumulation_dtype(part.states)) * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    return logits / head.rows(slice(None))
-
-
 class _TiledKL(torch.autograd.Function):
     """The divergence [n]; the arguments of ``apply`` are states, weight and bias of both models, then their heads."""
 
@@ -230,34 +228,28 @@ class _TiledKL(torch.autograd.Function):
         head, ref_head = ctx.heads
         tiles, ref_tiles = Tiles(states, weight, bias, head), Tiles(ref_states, ref_weight, ref_bias, ref_head)
         grad_states = torch.zeros(states.shape, dtype=tiles.dtype, device=states.device)
-        grad_weight, grad_bias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # a frozen head, as with LoRA, needs no buffer
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for columns in head.cut(weight.shape[0], 1):
-            weight_sum = torch.zeros(weight[columns].shape, dtype=tiles.dtype, device=states.device)
-            bias_sum = weight_sum.new_zeros(weight_sum.shape[0])
+            weight_sum = None if grad_weight is None else torch.zeros_like(weight[columns], dtype=tiles.dtype)
+            bias_sum = None if grad_bias is None else torch.zeros_like(grad_bias[columns], dtype=tiles.dtype)
             for rows in head.cut(states.shape[0], 0):
                 logits, ref_logits = tiles.logits(rows, columns), ref_tiles.logits(rows, columns)
                 log_p = torch.sub(logits, lse[rows, None], out=tiles.buffer(1, rows, columns))
                 # p (log p - log q - KL), in the reference's buffer
                 grad = ref_logits.sub_(ref_lse[rows, None]).neg_().add_(log_p).sub_(kl[rows, None]).mul_(log_p.exp_())
                 raw = head.backward_(grad.mul_(grads[0][rows, None]), logits, head.rows(rows))
-                bias_sum += raw.sum(dim=0)
+                if bias_sum is not None:
+                    bias_sum += raw.sum(dim=0)
                 raw = raw.to(states.dtype)
-                _add_product(grad_states[rows], raw, weight[columns])
-                _add_product(weight_sum, raw.t(), states[rows])
-            grad_weight[columns] = weight_sum
-            if grad_bias is not None:
+                add_product(grad_states[rows], raw, weight[columns])
+                if weight_sum is not None:
+                    add_product(weight_sum, raw.t(), states[rows])
+            if grad_weight is not None and weight_sum is not None:
+                grad_weight[columns] = weight_sum
+            if grad_bias is not None and bias_sum is not None:
                 grad_bias[columns] = bias_sum
         return grad_states.to(states.dtype), grad_weight, grad_bias, None, None, None, None, None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right in the total's precision, where the device can."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
-    else:
-        total += torch.mm(left, right)
 
 
 def _divergence_of_rows(tiles: Tiles, ref_tiles: Tiles, rows: slice) -> tuple[Tensor, Tensor, Tensor]:

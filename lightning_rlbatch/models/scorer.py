@@ -23,7 +23,7 @@ from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.attention import PackedAttention, attach_packed_attention
 from lightning_rlbatch.models.attention_backends import Backend
 from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
-from lightning_rlbatch.models.probe import has_whole_weights, probe_lm_head
+from lightning_rlbatch.models.probe import check_soft_cap, has_whole_weights, probe_lm_head
 from lightning_rlbatch.models.scored_positions import ScoredPositions
 from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB, check_head_memory, token_log_probs
 
@@ -87,7 +87,8 @@ class TokenScorer(nn.Module):
         positions: Finds what is scored; ``positions.prepare(micro_batches)`` spares each forward a read from the device.
 
     Raises:
-        ValueError: Sequence parallelism together with padding, or a model that packed attention cannot run exactly.
+        ValueError: Sequence parallelism together with padding, a model that packed attention cannot run exactly, or one whose own attention
+            leaves out its soft cap.
         RuntimeError: The model is attached already, or failed the probe; its logits are not a multiple of its LM head's output.
 
     Example:
@@ -125,6 +126,8 @@ class TokenScorer(nn.Module):
         self.attention: PackedAttention | None = None
         if remove_padding:
             self.attention = attach_packed_attention(model, sp_group=sp_group, backend=attention_backend, probe=probe)
+        else:
+            check_soft_cap(model.config)
         if probe:
             self._probe_lm_head()
 
@@ -228,9 +231,8 @@ class TokenScorer(nn.Module):
             return temperature
         return shard_sequence(temperature.to(batch.device)[batch.sample_ids_per_token], self.sp_group, pad_value=1.0)[sources]
 
-    def _run_lm_head(
-        self, states: Tensor, targets: Tensor, temperature: float | Tensor, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of the LM head, which is used through these alone."""
         head: Any = self.lm_head
         if type(head).forward is not nn.Linear.forward:
             raise TypeError(
@@ -242,11 +244,17 @@ class TokenScorer(nn.Module):
                 "The LM head's weight is still sharded inside TokenScorer.forward, so its gradient would not be reduced. "
                 "Call fully_shard on the transformer blocks and on the scorer, not on the LM head, the embeddings or the inner model."
             )
+        return head.weight, head.bias
+
+    def _run_lm_head(
+        self, states: Tensor, targets: Tensor, temperature: float | Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self._head_weights()
         return token_log_probs(
             states,
-            head.weight,
+            weight,
             targets,
-            bias=head.bias,
+            bias=bias,
             temperature=temperature,
             softcap=self.softcap,
             logit_scale=self.logit_scale,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlbatch.models.scoring_gradient import TiledScore
-from lightning_rlbatch.models.scoring_tiles import Head, accumulation_dtype
+from lightning_rlbatch.models.scoring_tiles import Head, accumulation_dtype, whole_logits
 
 DIRECT_ELEMENTS = 1 << 21  # logits of at most this many elements (8 MiB in fp32) are kept, larger ones computed twice
 CPU_TILE = (512, 2048)  # 4 MiB in fp32: stays in the caches of a core
@@ -71,13 +71,24 @@ def token_log_probs(
     default = CPU_TILE if hidden.device.type == "cpu" else ACCELERATOR_TILE
     kept = int(head_memory_mib * 2**20) // accumulation_dtype(hidden).itemsize
     head = Head(softcap, float(logit_scale), temperature, (token_tile or default[0], vocab_tile or default[1]), kept)
-    small = token_tile is None and vocab_tile is None and hidden.shape[0] * weight.shape[0] <= DIRECT_ELEMENTS
-    # On a GPU tiles of half-precision inputs keep fp32 logits, autograd's linear rounds them: the batch's size must not decide which.
-    direct = small and (hidden.device.type == "cpu" or hidden.dtype == accumulation_dtype(hidden))
+    direct = token_tile is None and vocab_tile is None and may_keep_logits(hidden, weight)
     score = _score_directly if direct else TiledScore.apply
     # Dtypes are chosen above; autocast would change them in the forward pass only.
     with torch.autocast(hidden.device.type, enabled=False):
         return cast(tuple[Tensor, Tensor | None], score(hidden, weight, bias, targets, head, with_entropy))
+
+
+def may_keep_logits(hidden: Tensor, weight: Tensor) -> bool:
+    """Return whether all logits may lie in memory at once: they are few, and come out as those of tiles do.
+
+    On a GPU tiles of half-precision inputs keep fp32 logits, and autograd's linear rounds them: the batch's size must not decide which.
+
+    Args:
+        hidden: [T, h], floating.
+        weight: [V, h], floating.
+    """
+    as_tiles = hidden.device.type == "cpu" or hidden.dtype == accumulation_dtype(hidden)
+    return as_tiles and hidden.shape[0] * weight.shape[0] <= DIRECT_ELEMENTS
 
 
 def check_head_memory(head_memory_mib: float) -> None:
@@ -111,9 +122,6 @@ def _score_directly(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Write the definition down and leave the rest to autograd: the fastest way as long as the logits are small."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(accumulation_dtype(hidden)) * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    log_p = torch.log_softmax(logits / head.rows(slice(None)), dim=-1)
+    log_p = torch.log_softmax(whole_logits(hidden, weight, bias, head), dim=-1)
     log_probs = log_p.gather(1, targets[:, None]).squeeze(1)
     return log_probs, (log_p.exp() * log_p).sum(dim=-1).neg() if with_entropy else None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.models.scoring_tiles import Head, Tiles, accumulation_dtype, local_targets, score_rows
+from lightning_rlbatch.models.scoring_tiles import Head, Tiles, accumulation_dtype, add_product, local_targets, score_rows
 
 
 class TiledScore(torch.autograd.Function):
@@ -135,9 +135,9 @@ class _Gradient:
             column_sum += tile.sum(dim=0)
         tile = tile.to(self.tiles.hidden.dtype)
         if self.hidden is not None:
-            _add_product(self.hidden[rows], tile, self.tiles.weight[columns])
+            add_product(self.hidden[rows], tile, self.tiles.weight[columns])
         if weight_sum is not None:
-            _add_product(weight_sum, tile.t(), self.tiles.hidden[rows])
+            add_product(weight_sum, tile.t(), self.tiles.hidden[rows])
 
     def _tile_gradient(self, rows: slice, columns: slice) -> Tensor:
         head, lse, grad_log_probs = self.tiles.head, self.lse[rows], self.grad_log_probs[rows]
@@ -170,15 +170,6 @@ class _Gradient:
 
     def _probabilities(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
         return torch.sub(logits, self.lse[rows, None], out=self.tiles.buffer(1, rows, columns)).exp_()
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
-    else:
-        total += torch.mm(left, right)
 
 
 def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:

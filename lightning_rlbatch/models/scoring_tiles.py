@@ -138,6 +138,24 @@ def score_rows(tiles: Tiles, rows: slice, targets: Tensor, with_entropy: bool) -
     return chosen - lse, lse, log_total - weighted / total
 
 
+def whole_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
+    """Return the logits of all tokens, [T, V] in the accumulation dtype, written down for autograd."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(accumulation_dtype(hidden)) * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return logits / head.rows(slice(None))
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right in the total's precision, where the device can."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        total += torch.mm(left, right, out_dtype=total.dtype)
+    else:
+        total += torch.mm(left, right)
+
+
 def local_targets(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """Return which targets lie in a tile's columns, and their place there (any place for the others)."""
     local = targets - columns.start

@@ -1,19 +1,26 @@
 """Decode with transformers' continuous batching, whose key/value cache lies in pages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
-from lightning_rlbatch.rollout.draws import Draws
+from lightning_rlbatch.rollout.draws import Draws, decoding_order
 from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutRequest, SamplingParams
 from lightning_rlbatch.rollout.plain_generate import generation_config
 
 _PAGE_SIZE = 32  # tokens of a page; the last page of a sequence is half empty on average
 _TOKENS_PER_STEP = 2048  # most tokens of prompts that one step encodes beside the sequences that decode
 _POLL_SECONDS = 1.0
+# Transformers renamed its pages in 5.18, and in 5.19 got a way to forbid that flash attention runs whatever the engine's argument says.
+_KNOWN = {field.name for field in fields(ContinuousBatchingConfig)}
+_OPTIONS: dict[str, Any] = {"page_size" if "page_size" in _KNOWN else "block_size": _PAGE_SIZE}
+if "auto_switch_to_flash" in _KNOWN:
+    _OPTIONS["auto_switch_to_flash"] = False
 
 
 def continuous_batching(
@@ -45,23 +52,22 @@ def continuous_batching(
     size = min(max_batch_size or len(requests), len(requests))
     needs = sorted((-(-(len(request.prompt_ids) + request.limit(sampling)) // _PAGE_SIZE) for request in requests), reverse=True)
     config = ContinuousBatchingConfig(
-        page_size=_PAGE_SIZE,
         num_blocks=sum(needs[:size]) + size,  # stated, or it would take most of the memory that is free
         max_batch_tokens=max(size, _TOKENS_PER_STEP),
         max_requests_per_batch=size,
         use_async_batching=False,  # it draws a step ahead, before the host knows which requests have ended
-        auto_switch_to_flash=False,  # the engine's argument says which attention runs
         use_cuda_graph=False,  # drawing looks up random numbers on the host
+        **_OPTIONS,
     )
     plain = generation_config(do_sample=True, max_new_tokens=sampling.max_new_tokens, eos_token_id=-1, pad_token_id=pad_token_id)
     start: Any = model.init_continuous_batching  # inherited, but hidden from type checkers by the module's __getattr__
     # transformers seeds torch's generators anew, and samples from what is left after drawing: the run's random state must not move
     devices = [] if model.device.type == "cpu" else [model.device]
-    with torch.random.fork_rng(devices=devices, device_type=model.device.type), torch.inference_mode():
+    with _own_attention(model), torch.random.fork_rng(devices=devices, device_type=model.device.type), torch.inference_mode():
         manager = start(generation_config=plain, continuous_batching_config=config)
         processors = manager.logit_processor
         processors.clear()  # what the model's own settings ask for, such as penalties
-        processors.logits_processor.append(_Draw(draws, requests, model.device))
+        processors.logits_processor.append(_LeaveDrawn(draws, requests, model.device))
         processors.tensors_required, processors.do_processing = 1, True
         manager.start()
         try:
@@ -72,17 +78,31 @@ def continuous_batching(
     return draws.completions()
 
 
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Keep the kind of attention where only a name that says "paged" keeps it."""
+    name = str(model.config._attn_implementation)
+    named = "auto_switch_to_flash" in _KNOWN or name.startswith("paged|")
+    if not named:
+        model.set_attn_implementation(f"paged|{name}")
+    try:
+        yield
+    finally:
+        if not named:
+            model.set_attn_implementation(name)
+
+
 def _run(
     manager: Any, draws: Draws, requests: Sequence[RolloutRequest], stops: tuple[int, ...], on_progress: ProgressCallback | None
 ) -> None:
-    # equal prompts one after the other share the pages of their prompt
-    for owner in sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), requests[index].prompt_ids)):
+    for owner in decoding_order(requests):  # equal prompts one after the other share the pages of their prompt
         prompt = requests[owner].prompt_ids
         manager.add_request(prompt, request_id=str(owner), max_new_tokens=draws.limits[owner], eos_token_id=list(stops) or -1)
     num_running = len(requests)
     while num_running:
+        was_running = manager.is_running()  # asked first: what its thread leaves when it ends is in the queue by then
         output = manager.get_result(timeout=_POLL_SECONDS)
-        if output is None and not manager.is_running():
+        if output is None and not was_running:
             raise RuntimeError(f"transformers' continuous batching ended with {num_running} of {len(requests)} completions unfinished.")
         if output is not None and output.error is not None:
             raise RuntimeError(f"transformers' continuous batching failed at request {output.request_id}: {output.error}")
@@ -92,7 +112,7 @@ def _run(
                 on_progress(1, len(output.generated_tokens))
 
 
-class _Draw(ContinuousBatchingLogitsProcessor):
+class _LeaveDrawn(ContinuousBatchingLogitsProcessor):
     """Leaves one token of each row: the one that is drawn, the only one that can then be sampled.
 
     The scheduler asks for an argument per row that gets a new token, and passes them with the logits of the step: which rows they are is

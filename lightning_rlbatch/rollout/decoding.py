@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from lightning_rlbatch.rollout.draws import Draws
+from lightning_rlbatch.rollout.draws import Draws, decoding_order
 from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutRequest, SamplingParams
 
 _COMPACT_BELOW = 0.9  # finished rows leave when at most this share of the rows still runs; leaving costs about one more step
@@ -115,9 +115,7 @@ class Decoder:
         self._device = model.device
         # other layers (sliding windows, recurrent states) cannot be cut and joined row by row: their batches run to the end
         self._can_join = all(type(layer) is DynamicLayer for layer in self._new_cache().layers)
-        # equal prompts next to each other, longest first: little padding, and the largest need of memory comes first
-        order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), requests[index].prompt_ids))
-        self._waiting = deque(order)
+        self._waiting = deque(decoding_order(requests))
         self._draws = Draws(requests, sampling, self._device)
         self._lengths = [0] * len(requests)
         # where rows stay that are computed along behind their limit: a table of positions has no entry further on

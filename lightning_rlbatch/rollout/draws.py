@@ -9,6 +9,17 @@ from lightning_rlbatch.rollout.engine import Completion, RolloutRequest, Samplin
 from lightning_rlbatch.rollout.sampling import sample_tokens, step_uniforms
 
 
+def decoding_order(requests: Sequence[RolloutRequest]) -> list[int]:
+    """Return the positions of requests in the order in which to decode them: the longest prompts first, equal ones side by side.
+
+    So batches have little padding, what is computed for a prompt can be shared, and the largest need of memory comes first.
+
+    Args:
+        requests: Any number.
+    """
+    return sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), requests[index].prompt_ids))
+
+
 class Draws:
     """Draws the tokens of requests and keeps them.
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from lightning_rlbatch.rollout.draws import Draws
+from lightning_rlbatch.rollout.draws import Draws, decoding_order
 from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutRequest, SamplingParams
 
 
@@ -37,9 +37,7 @@ def plain_generate(
         RuntimeError: The model returns NaN.
     """
     draws = Draws(requests, sampling, model.device)
-    # like prompts next to each other: little padding
-    order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), requests[index].prompt_ids))
-    size = max_batch_size or len(requests)
+    order, size = decoding_order(requests), max_batch_size or len(requests)
     for start in range(0, len(order), size):
         owners = order[start : start + size]
         _decode_batch(model, draws, owners, [requests[owner].prompt_ids for owner in owners], sampling.stop_token_ids, pad_token_id)
@@ -68,12 +66,12 @@ def _decode_batch(
             ids,
             attention_mask=mask,
             generation_config=generation_config(max_new_tokens=max(limits), do_sample=False, pad_token_id=pad_token_id),
-            logits_processor=LogitsProcessorList([_Draw(draws, owners, width, model.device)]),
+            logits_processor=LogitsProcessorList([_LeaveDrawn(draws, owners, width, model.device)]),
             stopping_criteria=StoppingCriteriaList([_AllEnded(stops, limits, width)]),
         )
 
 
-class _Draw(LogitsProcessor):
+class _LeaveDrawn(LogitsProcessor):
     """Leaves one token of each row: the one that is drawn, which greedy search then takes."""
 
     def __init__(self, draws: Draws, owners: list[int], width: int, device: torch.device) -> None:
