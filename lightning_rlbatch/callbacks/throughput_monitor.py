@@ -72,6 +72,7 @@ class ThroughputMonitor(Callback):
         self._clock: WaitingClock | None = None
         self._waiting_file: WaitingFile | None = None
         self._has_measured = False
+        self._first_step = 0
         self._now = 0.0
         self._last_end = 0.0
         self._elapsed = 0.0

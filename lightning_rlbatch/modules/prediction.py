@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlbatch.data.prompts import PromptBatch
+from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.reductions import gather_strings
 from lightning_rlbatch.modules.sampling import RolloutSampler
 from lightning_rlbatch.modules.scoring_context import scoring_context
@@ -11,6 +12,8 @@ from lightning_rlbatch.modules.turns import texts
 
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo import PPOModule
+
+_LISTS = ("completions", "completion_ids", "finish_reasons")  # columns with a value per completion
 
 
 def generate_completions(module: "PPOModule", prompts: PromptBatch, stream: int) -> list[dict[str, Any]]:
@@ -28,11 +31,12 @@ def generate_completions(module: "PPOModule", prompts: PromptBatch, stream: int)
     sampler = RolloutSampler(module, prompts, stream, "Predictions")
     with scoring_context(module):
         responses = sampler.responses(sampler.own, module.sampling(prompts, temperature=module.validation_temperature), stream)
-    told = texts(prompts, responses)
-    own = [
-        [response.prompt, completion, response.token_ids, response.finish_reason]
-        for response, completion in zip(responses, told.completions)
-    ]
+    group = module.meshes.world_group
+    with fail_together(group, "decoding"):  # by the user's tokenizer, and messages of an environment may be anything
+        completions = texts(prompts, responses).completions
+        own = json.dumps(
+            [(response.prompt, text, response.token_ids, response.finish_reason) for response, text in zip(responses, completions)]
+        )
     rows: list[dict[str, Any]] = [
         {
             "prompt": prompts.prompts[index] if prompts.conversation(index) is None else prompts.conversation(index),
@@ -41,12 +45,8 @@ def generate_completions(module: "PPOModule", prompts: PromptBatch, stream: int)
         }
         for index in range(len(prompts))
     ]
-    group = module.meshes.world_group
-    shares = [json.dumps(own)] if group is None else gather_strings(json.dumps(own), group)
-    for prompt, *values in (entry for share in shares for entry in json.loads(share)):
-        for name, value in zip(_LISTS, values):
-            rows[prompt][name].append(value)
+    for share in gather_strings(own, group):
+        for prompt, *values in json.loads(share):
+            for name, value in zip(_LISTS, values):
+                rows[prompt][name].append(value)
     return rows
-
-
-_LISTS = ("completions", "completion_ids", "finish_reasons")

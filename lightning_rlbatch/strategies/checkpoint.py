@@ -101,11 +101,11 @@ class CheckpointingStrategy(ModelParallelStrategy):
                 " Pass save_distributed_checkpoint=False to write one file anywhere."
             )
         new = beside(path, "new")
-        if self.is_global_zero:
-            with writing(path, new):
-                discard(new)
-                new.mkdir(parents=True)
-        self.barrier()
+        with fail_together(self._world_group, "making the folder of a checkpoint"):  # all ranks write into it
+            if self.is_global_zero:
+                with writing(path, new):
+                    discard(new)
+                    new.mkdir(parents=True)
         background = self._save_group if self._may_save_in_background else None
         with writing(path, new):
             finish = save_sharded_state(checkpoint, new, is_coordinator=self.is_global_zero, background=background)
