@@ -40,7 +40,7 @@ def tiny(kind: str = "Llama", seed: int = 0, **changes: Any) -> Any:
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": tiny,
     "tied qwen2": lambda: tiny("Qwen2", tie_word_embeddings=True),
-    "gemma2 (soft cap)": lambda: tiny("Gemma2", head_dim=4, final_logit_softcapping=2.0, sliding_window=4),
+    "gemma2 (soft cap)": lambda: tiny("Gemma2", head_dim=4, final_logit_softcapping=2.0, sliding_window=4, attn_implementation="eager"),
     "cohere (logit scale)": lambda: tiny("Cohere", logit_scale=0.3),
     "granite (logits scaling)": lambda: tiny("Granite", logits_scaling=3.0),
     "phi (head bias)": lambda: tiny("Phi", num_key_value_heads=8),
@@ -198,6 +198,10 @@ def test_what_cannot_be_done_is_refused_with_the_way_out() -> None:
         scorer(batch, with_values=True)
     with pytest.raises(ValueError, match="Nothing was asked for"):
         scorer(batch, with_log_probs=False)
+    capped = tiny("Gemma2", head_dim=4, attn_implementation="eager")
+    capped.config._attn_implementation = "sdpa"  # what transformers before 5.21 lets a model have
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.*'sdpa'.*attn_implementation='eager'"):
+        TokenScorer(capped, remove_padding=False)
     with pytest.raises(TypeError, match=r"0\.7 would become 0\.699219"):
         scorer(batch, temperature=torch.ones(5, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"each of 5 samples.*\(3,\)"):

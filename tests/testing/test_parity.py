@@ -28,6 +28,16 @@ SIZES: dict[str, Any] = {
 }
 
 
+# eager: SDPA, the default before transformers 5.21, leaves out the cap of the scores
+SOFT_CAPS: dict[str, Any] = {
+    "head_dim": 4,
+    "sliding_window": 4,
+    "final_logit_softcapping": 2.0,
+    "attn_logit_softcapping": 1.0,
+    "attn_implementation": "eager",
+}
+
+
 def tiny(kind: str = "Llama", **changes: Any) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**{**SIZES, **changes}))
@@ -42,7 +52,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2, tied": lambda: tiny("Qwen2", tie_word_embeddings=True),
     "qwen3": lambda: tiny("Qwen3", head_dim=8),
     "mistral, sliding window": lambda: tiny("Mistral", sliding_window=4),
-    "gemma2, soft caps": lambda: tiny("Gemma2", head_dim=4, sliding_window=4, final_logit_softcapping=2.0, attn_logit_softcapping=1.0),
+    "gemma2, soft caps": lambda: tiny("Gemma2", **SOFT_CAPS),
     "gpt-neox": lambda: tiny("GPTNeoX"),
     "phi3": lambda: tiny("Phi3"),
     "mixtral": lambda: tiny("Mixtral", num_local_experts=4, num_experts_per_tok=2),
