@@ -220,7 +220,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, global_mome
 def _compact(response_mask: Tensor, cu_seqlens: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the positions of the response tokens and the sample that owns each, ``[M]`` both."""
     packed = response_mask.nonzero().squeeze(-1)
-    return packed, segment_ids(cu_seqlens, response_mask.shape[0])[packed]
+    return packed, segment_ids(cu_seqlens, response_mask.shape[0], packed.device)[packed]
 
 
 def _next(values: Tensor, owner: Tensor) -> Tensor:

@@ -126,8 +126,9 @@ class AdvantageEstimator(ABC):
         Raises:
             ValueError: an input that the estimator needs is missing.
         """
-        rewards, response_mask, cu_seqlens = as_rewards(rewards), response_mask.bool(), torch.as_tensor(cu_seqlens)
-        group_ids = torch.as_tensor(group_ids)
+        response_mask, device = response_mask.bool(), response_mask.device
+        rewards = as_rewards(rewards).to(device)
+        cu_seqlens, group_ids = torch.as_tensor(cu_seqlens, device=device), torch.as_tensor(group_ids, device=device)
         inputs = AdvantageInputs(
             rewards,
             group_ids,

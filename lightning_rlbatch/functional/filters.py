@@ -31,7 +31,7 @@ def drop_samples(response_mask: Tensor, cu_seqlens: Tensor | Sequence[int], keep
         >>> drop_samples(torch.tensor([True, True, True]), torch.tensor([0, 1, 3]), torch.tensor([True, False]))
         tensor([ True, False, False])
     """
-    owner = segment_ids(cu_seqlens, response_mask.shape[0])
+    owner = segment_ids(cu_seqlens, response_mask.shape[0], response_mask.device)
     return response_mask.bool() & torch.as_tensor(keep, device=response_mask.device).bool()[owner]
 
 

@@ -53,7 +53,7 @@ def optimal_token_baseline(
         tensor([0.5000, 0.5000])
     """
     num_tokens = response_mask.shape[0]
-    owner = segment_ids(cu_seqlens, num_tokens)
+    owner = segment_ids(cu_seqlens, num_tokens, response_mask.device)
     mask = response_mask.bool() if valid is None else response_mask.bool() & valid[owner]
     packed = mask.nonzero().flatten()
     owner = owner[packed]

@@ -29,12 +29,13 @@ def sanitize(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, values.new_zeros(()))
 
 
-def segment_ids(cu_seqlens: Tensor | Sequence[int], num_tokens: int) -> Tensor:
+def segment_ids(cu_seqlens: Tensor | Sequence[int], num_tokens: int, device: torch.device | None = None) -> Tensor:
     """Return the index of the sample that owns each token.
 
     Args:
         cu_seqlens: ``[N + 1]``, int: first token of each sample, then T.
         num_tokens: T, given by the caller so that a GPU is not asked for it.
+        device: of the result, for boundaries that are a list. None: where the boundaries are.
 
     Returns:
         ``[T]``, int64, in ``[0, N)``.
@@ -43,7 +44,7 @@ def segment_ids(cu_seqlens: Tensor | Sequence[int], num_tokens: int) -> Tensor:
         >>> segment_ids(torch.tensor([0, 2, 5]), 5)
         tensor([0, 0, 1, 1, 1])
     """
-    lengths = torch.as_tensor(cu_seqlens).diff().long()
+    lengths = torch.as_tensor(cu_seqlens, device=device).diff().long()
     ids = torch.arange(lengths.numel(), device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=num_tokens)
 
@@ -65,7 +66,7 @@ def segment_sum(values: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     if values.dtype == torch.bool:
         values = values.long()
     out = values.new_zeros(len(cu_seqlens) - 1)
-    return out.index_add(0, segment_ids(cu_seqlens, values.shape[0]), values)
+    return out.index_add(0, segment_ids(cu_seqlens, values.shape[0], values.device), values)
 
 
 def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:
@@ -102,4 +103,4 @@ def spread(per_sample: Tensor, cu_seqlens: Tensor | Sequence[int], num_tokens: i
         >>> spread(torch.tensor([7, 8]), torch.tensor([0, 1, 3]), 3)
         tensor([7, 8, 8])
     """
-    return per_sample[segment_ids(cu_seqlens, num_tokens)]
+    return per_sample[segment_ids(cu_seqlens, num_tokens, per_sample.device)]
