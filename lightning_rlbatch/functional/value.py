@@ -47,6 +47,8 @@ def value_loss(
     if old_values is None:
         raise ValueError("Value clipping needs old_values, the values at the start of the iteration, but got None.")
     old_values = sanitize(old_values.detach(), response_mask)
-    clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    metrics["clip_fraction"] = (clipped_error > error).detach().to(error.dtype)
+    moved = values - old_values
+    clipped_error = (old_values + moved.clamp(-clip, clip) - returns).square()
+    # Inside of the interval the two errors differ by rounding alone, which is no clipping.
+    metrics["clip_fraction"] = ((clipped_error > error) & (moved.abs() > clip)).detach().to(error.dtype)
     return LossTerms(0.5 * torch.maximum(error, clipped_error), metrics)

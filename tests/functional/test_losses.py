@@ -125,6 +125,16 @@ def test_value_loss_is_the_larger_of_plain_and_clipped_error():
     check_token_loss(lambda v, old, returns, mask: value_loss(v, None, returns, mask), lambda v, old, r: ((v - r) ** 2 / 2, v - r))
 
 
+def test_values_that_move_by_less_than_the_clip_range_are_not_counted_as_clipped():
+    generator = torch.Generator().manual_seed(0)
+    old, move, returns = (torch.randn(500, generator=generator) for _ in range(3))
+    everywhere = torch.ones(500, dtype=torch.bool)
+    for values in (old, old + 0.05 * move):  # old + (values - old) is not values, to the last bit
+        assert value_loss(values, old, returns, everywhere, clip=1.0).metrics["clip_fraction"].sum() == 0
+    assert value_loss(old + 2, old, old, everywhere, clip=1.0).metrics["clip_fraction"].sum() == 0  # the larger error counts
+    assert value_loss(old + 2, old, old + 4, everywhere, clip=1.0).metrics["clip_fraction"].sum() == 500
+
+
 def test_entropy_is_that_of_torchs_categorical_distribution_in_value_and_gradient():
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(5, 7, generator=generator, dtype=torch.float64)
