@@ -6,6 +6,7 @@ from lightning_rlbatch.cli.charts import Chart, Series
 from lightning_rlbatch.cli.run_metrics import RunMetrics
 
 _MONITOR = "Add the callback lightning_rlbatch.callbacks.ThroughputMonitor."
+_BY_PLAN = "Plans are logged by this package's data modules."
 _PHASES = ("generation", "rewards", "exchange", "scoring", "sync_weights", "update")
 
 
@@ -125,9 +126,22 @@ def _speed(run: RunMetrics) -> list[Chart]:
 
 
 def _batches(run: RunMetrics) -> list[Chart]:
+    return [
+        *_plans(run),
+        _waiting(run),
+        Chart(
+            "Ratio of the first update",
+            [Series("mean ratio", run.first_of_iterations("train/ratio"), 0)],
+            missing=_by_ppo(),
+            lines=[("1", 1.0)] if run.points("train/ratio") else [],
+            from_zero=False,
+            note="1 in exact arithmetic: anything else is a mismatch of log-probs",
+        ),
+    ]
+
+
+def _plans(run: RunMetrics) -> list[Chart]:
     mean = dict(run.points("balance/global_workload/mean"))
-    by_plan = "Plans are logged by this package's data modules."
-    efficiency = run.points("balance/plan/efficiency")
     return [
         Chart(
             "Heaviest and lightest rank, before and after",
@@ -141,32 +155,23 @@ def _batches(run: RunMetrics) -> list[Chart]:
                 )
             ],
             "workload / mean workload of a rank",
-            by_plan,
+            _BY_PLAN,
             from_zero=False,
         ),
         Chart(
             "Micro-batch fill and efficiency",
             [
                 Series("tokens / budget", run.points("balance/plan/fill"), 0, smooth=True),
-                Series("ideal / planned time", efficiency, 2, smooth=True),
+                Series("ideal / planned time", run.points("balance/plan/efficiency"), 2, smooth=True),
                 Series("the same, contiguous", run.points("balance/before/efficiency"), 1, smooth=True),
             ],
-            missing=by_plan,
+            missing=_BY_PLAN,
         ),
         Chart(
             "Padding avoided",
             [Series("padding avoided", run.points("balance/plan/padding_avoided"), 0, smooth=True)],
             "share of what padding to the longest sample would compute",
-            by_plan,
-        ),
-        _waiting(run),
-        Chart(
-            "Ratio of the first update",
-            [Series("mean ratio", run.first_of_iterations("train/ratio"), 0)],
-            missing=_by_ppo(),
-            lines=[("1", 1.0)] if run.points("train/ratio") else [],
-            from_zero=False,
-            note="1 in exact arithmetic: anything else is a mismatch of log-probs",
+            _BY_PLAN,
         ),
     ]
 
@@ -192,8 +197,7 @@ def _waiting(run: RunMetrics) -> Chart:
     if estimate.points:
         return Chart(title, [estimate], "seconds per update", note="by the plan's workloads: one rank, or no step was measured")
     share = [(x, 1 - y) for x, y in run.points("balance/plan/efficiency")]
-    missing = "Plans are logged by this package's data modules."
-    return Chart(title, [Series("share of the update", share, 0, smooth=True)], "share of the update, by workloads", missing)
+    return Chart(title, [Series("share of the update", share, 0, smooth=True)], "share of the update, by workloads", _BY_PLAN)
 
 
 def _by_ppo() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.advantages_group import Rewards, as_rewards
+from lightning_rlbatch.functional.sample_inputs import Rewards, as_rewards
 from lightning_rlbatch.functional.segments import sanitize, segment_ids, segment_sum, spread
 
 

@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Rewards: TypeAlias = Tensor | Sequence[float | None]
-"""``[N]``: a tensor, NaN where there is no reward, or a list, None where there is none."""
-
-GroupIds: TypeAlias = Tensor | Sequence[Hashable]
-"""``[N]``: integers, or a list of anything that can be compared: equal for the rollouts of one prompt."""
-
-
-def as_rewards(rewards: Rewards) -> Tensor:
-    """Return rewards as a floating point tensor, NaN for None.
-
-    Example:
-        >>> as_rewards([1, None]), as_rewards(torch.tensor([1, 0])).dtype
-        (tensor([1., nan]), torch.float32)
-    """
-    if isinstance(rewards, Tensor):
-        return rewards if rewards.is_floating_point() else rewards.to(torch.get_default_dtype())
-    return torch.tensor([float("nan") if reward is None else float(reward) for reward in rewards])
-
-
-def as_group_ids(group_ids: GroupIds) -> Tensor:
-    """Return group ids as an integer tensor; names are numbered in the order of their appearance.
-
-    Example:
-        >>> as_group_ids(["b", "a", "b"])
-        tensor([0, 1, 0])
-    """
-    if isinstance(group_ids, Tensor):
-        return group_ids
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in group_ids], dtype=torch.int64)
+from lightning_rlbatch.functional.sample_inputs import GroupIds, Rewards, as_component_rewards, as_group_ids, as_rewards
 
 
 class SampleAdvantages(NamedTuple):
@@ -287,9 +258,7 @@ def gdpo_advantages(
         >>> gdpo_advantages(rewards, torch.tensor([0, 0])).advantages.abs() < 1e-5  # the two cancel, although 10 > 1
         tensor([True, True])
     """
-    if not isinstance(component_rewards, Tensor):
-        component_rewards = torch.stack([as_rewards(row) for row in component_rewards])
-    component_rewards = as_rewards(component_rewards)
+    component_rewards = as_component_rewards(component_rewards)
     if component_rewards.dim() != 2:
         raise ValueError(f"Expected component_rewards to be [N, K], one column per reward, but got {tuple(component_rewards.shape)}.")
     num_rewards = component_rewards.shape[1]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_rlbatch.functional.advantages import discounted_returns, gae, place_rewards, spread_to_tokens, token_sums, whiten
-from lightning_rlbatch.functional.advantages_group import Rewards, SampleAdvantages, as_rewards
+from lightning_rlbatch.functional.advantages_group import SampleAdvantages
 from lightning_rlbatch.functional.filters import drop_samples
 from lightning_rlbatch.functional.peers import ALONE, Peers
+from lightning_rlbatch.functional.sample_inputs import Rewards, as_rewards
 
 
 class Advantages(NamedTuple):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.advantages_group import GroupIds, Rewards, as_rewards, group_statistics
+from lightning_rlbatch.functional.advantages_group import group_statistics
+from lightning_rlbatch.functional.sample_inputs import GroupIds, Rewards, as_rewards
 from lightning_rlbatch.functional.segments import segment_ids
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.advantages_group import GroupIds, GroupStatistics, Rewards, SampleAdvantages, as_rewards, group_statistics
+from lightning_rlbatch.functional.advantages_group import GroupStatistics, SampleAdvantages, group_statistics
+from lightning_rlbatch.functional.sample_inputs import GroupIds, Rewards, as_rewards
 
 
 def best_of_k(rewards: Rewards, group_ids: GroupIds, k: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.advantages_group import as_rewards
+from lightning_rlbatch.functional.sample_inputs import as_component_rewards
 
 
 def reward_columns(outputs: Sequence[Sequence[float | None]]) -> Tensor:
@@ -51,9 +51,7 @@ def combine_rewards(component_rewards: Tensor | Sequence[Sequence[float | None]]
         >>> combine_rewards(torch.tensor([[1.0, 2.0], [float("nan"), 2.0]]), weights=[1.0, 0.5])
         tensor([2., 1.])
     """
-    if not isinstance(component_rewards, Tensor):
-        component_rewards = torch.stack([as_rewards(row) for row in component_rewards])
-    component_rewards = as_rewards(component_rewards)
+    component_rewards = as_component_rewards(component_rewards)
     num_rewards = component_rewards.shape[1]
     if weights is not None and len(weights) != num_rewards:
         raise ValueError(f"Expected one weight for each of {num_rewards} rewards but got {len(weights)}.")
