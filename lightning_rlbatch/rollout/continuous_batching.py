@@ -1,5 +1,7 @@
 """Decode with transformers' continuous batching, whose key/value cache lies in pages."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -52,7 +54,7 @@ def continuous_batching(
     size = min(max_batch_size or len(requests), len(requests))
     needs = sorted((-(-(len(request.prompt_ids) + request.limit(sampling)) // _PAGE_SIZE) for request in requests), reverse=True)
     config = ContinuousBatchingConfig(
-        num_blocks=sum(needs[:size]) + size,  # stated, or it would take most of the memory that is free
+        num_blocks=_layer_groups(model) * (sum(needs[:size]) + size),  # stated, or it would take most of the memory that is free
         max_batch_tokens=max(size, _TOKENS_PER_STEP),
         max_requests_per_batch=size,
         use_async_batching=False,  # it draws a step ahead, before the host knows which requests have ended
@@ -76,6 +78,12 @@ def continuous_batching(
             manager.stop(block=True, hard_stop=True)  # after an error nothing more is wanted
             manager.destroy()
     return draws.completions()
+
+
+def _layer_groups(model: PreTrainedModel) -> int:
+    """Return in how many groups, of as many layers of one kind as will do, transformers before 5.18 counts blocks; 1 afterwards."""
+    kinds = Counter(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]).values()
+    return 1 if "page_size" in _KNOWN else sum(kinds) // math.gcd(*kinds)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from rollout_toys import STOP, VOCAB_SIZE, mixed_requests, quick_collections, reference_log_probs, toy_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rlbatch.rollout.engine import RolloutRequest, SamplingParams, rollout_seed
 from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
@@ -186,6 +186,22 @@ def test_sliding_window_models_give_the_log_probs_of_each_sample_alone() -> None
         for request, completion in zip(requests, completions):
             expected = reference_log_probs(model, request.prompt_ids, completion.token_ids)
             torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=1e-4, atol=1e-5)
+
+
+@quick_collections()
+def test_a_model_that_mixes_kinds_of_layers_has_room_for_one_request_at_a_time() -> None:
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, sliding_window=6, use_sliding_window=True, initializer_range=0.3, pad_token_id=0, eos_token_id=None,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, requests = Qwen2ForCausalLM(config).eval(), mixed_requests(2, 1)
+    engine = TransformersEngine(model, pad_token_id=0, max_batch_size=1, method="continuous_batching")
+    for request, completion in zip(requests, engine.generate(requests, SAMPLING)):
+        expected = reference_log_probs(model, request.prompt_ids, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=1e-4, atol=1e-5)
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
