@@ -68,7 +68,8 @@ def shard(scorer: TokenScorer, policy: MixedPrecisionPolicy | None = None) -> FS
         fully_shard(layer, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     fully_shard(scorer, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     assert isinstance(scorer, FSDPModule)
-    scorer.set_reduce_scatter_unused_params(True)
+    if hasattr(scorer, "set_reduce_scatter_unused_params"):  # torch 2.13
+        scorer.set_reduce_scatter_unused_params(True)
     return scorer
 
 
