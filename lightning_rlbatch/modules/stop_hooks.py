@@ -32,6 +32,9 @@ class StopsTogether(pl.LightningModule):
 
     @override
     def on_train_epoch_end(self) -> None:
+        # The progress bar of rank zero has just shown, and so reduced, what was logged with `on_epoch` and `sync_dist`; the other
+        # ranks would do so after this hook only. Every collective in between would meet that reduction: let them do it now.
+        _ = self.trainer.callback_metrics
         self._stop_together()
 
     @override

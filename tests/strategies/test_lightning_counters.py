@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -197,12 +197,20 @@ def test_number_of_steps_is_known_when_optimizers_are_made():
     assert on_ranks(main) == [([6], 6)] * 2
 
 
-def test_progress_bars_run(capfd):
+class LogsRanks(Callback):
+    """Logs what Lightning reduces at the end of the epoch: when the bar of rank zero asks, on the other ranks later."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("rank", float(trainer.global_rank), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+
+
+def test_progress_bars_run_and_metrics_of_an_epoch_that_they_show_are_reduced_over_all_ranks(capfd):
     def main(rank, size):
         bars = (TQDMProgressBar, RichProgressBar)
-        return [fit(size, max_epochs=1, callbacks=[bar()], enable_progress_bar=True).global_step for bar in bars]
+        trainers = [fit(size, max_epochs=2, callbacks=[LogsRanks(), bar()], enable_progress_bar=True) for bar in bars]
+        return [(trainer.global_step, float(trainer.callback_metrics["rank"])) for trainer in trainers]
 
-    assert on_ranks(main) == [[2, 2]] * 2
+    assert on_ranks(main) == [[(4, 0.5), (4, 0.5)]] * 2
 
 
 def test_csv_logger_gets_one_row_per_step(tmp_path):
