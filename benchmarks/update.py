@@ -67,7 +67,7 @@ def compare(family: str, vocabulary: int, options: argparse.Namespace) -> None:
                 f"{ratio:.3f}",
                 f"{1 / ratio:.2f}x",
                 f"{step.extra_mb:,.0f}",
-                f"{step.extra_mb / first.extra_mb:.1f}x",
+                f"{step.extra_mb / first.extra_mb:.1f}x" if first.extra_mb else "-",  # a tiny step may fit into what is there
                 same,
             ]
         )

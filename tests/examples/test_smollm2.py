@@ -125,7 +125,9 @@ def test_report_compares_the_last_iteration_with_the_pretrained_model_and_ratios
 
 
 @pytest.mark.parametrize("name", ["grpo", "gpu"])
-def test_no_option_of_a_configuration_is_refused_or_without_effect(name):
+def test_no_option_of_a_configuration_is_refused_or_without_effect(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "smollm2" / "policy").mkdir(parents=True)  # what the example makes first
     findings = explain(run_config(yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))).findings
     assert [finding.text for finding in findings if finding.level != "note"] == []
 
