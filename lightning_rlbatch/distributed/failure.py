@@ -31,6 +31,20 @@ def was_told_to(error: BaseException, num_ranks: int) -> bool:
     return getattr(error, "num_ranks_told", 0) == num_ranks
 
 
+def end_of_data_is_an_error(error: StopIteration, where: str) -> RuntimeError:
+    """Return what to raise in place of a ``StopIteration`` out of a user's code, such as ``next(rows)`` after the last row.
+
+    Lightning takes it for the end of the epoch, and training goes on without a word.
+
+    Args:
+        error: What was raised; the cause of the new error.
+        where: What it came from.
+    """
+    value = f" ({error.value})" if error.value is not None else ""
+    stopped = RuntimeError(f"{where} raised StopIteration{value}: an iterator that its code reads by next() is at its end.")
+    return stopped.with_traceback(error.__traceback__)
+
+
 class fail_together:  # noqa: N801 - used as `with fail_together(...)`, named like contextlib.suppress
     """Run a block that communicates with nobody; if it raises on any rank of the group, raise on every rank.
 
@@ -67,8 +81,16 @@ class fail_together:  # noqa: N801 - used as `with fail_together(...)`, named li
 
     def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Literal[False]:
         """Tell the others how the block ended."""
+        if isinstance(error, StopIteration):
+            stopped = end_of_data_is_an_error(error, f"Phase '{self.phase}'")
+            self._tell_end(stopped)
+            raise stopped from error
+        self._tell_end(error)
+        return False  # a rank that failed raises its own exception
+
+    def _tell_end(self, error: BaseException | None) -> None:
         if self.group is None or group_size(self.group) == 1:
-            return False
+            return
         try:
             self._agree(self.group, error)
         except PeerFailedError:
@@ -79,7 +101,6 @@ class fail_together:  # noqa: N801 - used as `with fail_together(...)`, named li
                     f"Another rank was lost, or runs something else, at the end of phase '{self.phase}'. "
                     "Its own log has the cause (killed, out of host memory, crashed in native code)."
                 ) from lost
-        return False  # a rank that failed raises its own exception
 
     def _agree(self, group: dist.ProcessGroup, error: BaseException | None) -> None:
         phase = stable_hash(self.phase)

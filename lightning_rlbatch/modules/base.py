@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.distributed.failure import end_of_data_is_an_error
 from lightning_rlbatch.distributed.mesh import Meshes, single_process_meshes
 from lightning_rlbatch.distributed.reductions import all_reduce_sums, gradient_scale
 from lightning_rlbatch.functional.aggregation import Denominators
@@ -125,6 +126,10 @@ class RLBatchModule(StopsTogether):
         """
         return [(batch.micro_batches, self.micro_batch_step)]
 
+    def update_scorers(self) -> list[TokenScorer]:
+        """Return the scorers that run in micro-steps: those of the trained models by default."""
+        return [child for child in self.children() if isinstance(child, TokenScorer)]
+
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups, each with a ``name``: the role whose gradient norm is clipped and logged."""
         return [{"name": "policy", "params": trained(self)}]
@@ -181,6 +186,12 @@ class RLBatchModule(StopsTogether):
                 f"{type(self).__name__} trains on MiniBatch objects but the dataloader yielded {type(batch).__name__}."
                 " Use RolloutDataModule, ReplayDataModule or SFTDataModule, or yield MiniBatch from your own loader."
             )
+        try:
+            self._train_on(batch)
+        except StopIteration as error:
+            raise end_of_data_is_an_error(error, f"The training step of {type(self).__name__}") from error
+
+    def _train_on(self, batch: MiniBatch) -> None:
         denominators = self.count(batch)
         sums = self.accumulate_gradients(batch, denominators)
         self._empty_step = bool(denominators.num_tokens == 0)
@@ -199,6 +210,8 @@ class RLBatchModule(StopsTogether):
         """
         scale = gradient_scale(self.meshes, averages_over(self.trainer))
         sums: dict[str, Tensor | float] = {}
+        for scorer in self.update_scorers():  # one read from the device here instead of one in each micro-step
+            scorer.positions.prepare([*batch.micro_batches, *(batch.critic_micro_batches or ())])
         passes = self.backward_passes(batch, denominators)
         check_collectives(
             self.trainer,
@@ -207,8 +220,6 @@ class RLBatchModule(StopsTogether):
             num_micro_steps=[len(micro_batches) for micro_batches, _ in passes],
             plan=None if batch.plan is None else batch.plan.assignment,
         )
-        for scorer in (child for child in self.children() if isinstance(child, TokenScorer)):
-            scorer.positions.prepare([micro_batch for micro_batches, _ in passes for micro_batch in micro_batches])
         # DDP reduces once per step, in a backward pass that reaches every parameter: the passes' last losses go through it together.
         joined: list[Tensor] = []
         joins = isinstance(self.trainer.strategy, DDPStrategy)

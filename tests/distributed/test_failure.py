@@ -36,6 +36,18 @@ def test_a_lone_process_raises_its_own_error():
     assert outcome(None, "rewards", None) is None
 
 
+def test_stop_iteration_in_a_phase_becomes_an_error_that_no_loop_takes_for_the_end_of_its_data():
+    def fail(rank, world_size):
+        return outcome(dist.group.WORLD, "rewards", StopIteration("rows") if rank == 1 else None)
+
+    kind, text, cause = outcome(None, "rewards", StopIteration("rows"))
+    assert (kind, cause) == ("RuntimeError", "rows")
+    assert text == "Phase 'rewards' raised StopIteration (rows): an iterator that its code reads by next() is at its end."
+    others, own = run_distributed(fail, 2)
+    assert own == (kind, text, cause)
+    assert others[:2] == ("PeerFailedError", f"Rank 1 failed in phase 'rewards': RuntimeError: {text}")
+
+
 def test_nothing_happens_when_all_ranks_succeed():
     def succeed(rank, world_size):
         ends = [outcome(dist.group.WORLD, f"phase {number}", None) for number in range(3)]

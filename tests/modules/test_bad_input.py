@@ -294,3 +294,13 @@ def test_more_tries_than_rollouts_are_refused_before_anything_is_sampled():
 def test_a_kl_penalty_in_the_reward_beside_rewards_normalized_one_by_one_is_refused():
     with pytest.raises(ValueError, match="GDPO normalizes each reward on its own"):
         PPOModule(tiny_llama, [length_reward], advantage=GDPO(), kl_reward=FixedKL(0.1))
+
+
+def test_stop_iteration_in_a_loss_does_not_pass_for_the_end_of_the_epoch():
+    class Exhausted(ConstantLossModule):
+        def micro_batch_step(self, micro_batch, denominators):
+            return next(iter(()))
+
+    data = SFTDataModule([constant_sample(2, 1.0)], mini_batch_size=1, max_tokens_per_rank=8)
+    with pytest.raises(RuntimeError, match="The training step of Exhausted raised StopIteration"):
+        make_trainer(1, "auto", max_epochs=1).fit(Exhausted(), datamodule=data)
