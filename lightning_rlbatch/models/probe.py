@@ -60,24 +60,26 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"Packed attention cannot run {name}: {reason}. Use padded batches (remove_padding: false) for this model.")
 
 
-def check_soft_cap(config: PreTrainedConfig) -> None:
+def check_soft_cap(config: PreTrainedConfig, *, paged: bool = False) -> None:
     """Raise if a model's own attention leaves out the soft cap of its config; needs no weights.
 
-    SDPA has no soft cap: transformers refuses it for such models (Gemma 2) since 5.21, and computes without the cap before. Packed
-    attention computes the cap itself.
+    SDPA has no soft cap: transformers refuses it for such models (Gemma 2) since 5.21, and computes without the cap before. Its
+    eager attention has none for keys and values in pages. Packed attention computes the cap itself.
 
     Args:
         config: The model's config.
+        paged: Whether transformers' continuous batching runs the model.
 
     Raises:
-        ValueError: The config has a soft cap and asks for SDPA.
+        ValueError: The config has a soft cap and its attention has none.
     """
     text = config.get_text_config()
     cap, attention = getattr(text, "attn_logit_softcapping", None), str(text._attn_implementation)
-    if cap is not None and attention.endswith("sdpa"):
+    if cap is not None and attention.endswith(("sdpa", "eager") if paged else "sdpa"):
         raise ValueError(
-            f"The model caps attention scores (attn_logit_softcapping={cap}), which its attention, {attention!r}, leaves out. "
-            "Load it with attn_implementation='eager'."
+            f"The model caps attention scores (attn_logit_softcapping={cap}), which its attention, {attention!r}, leaves out"
+            + (" in continuous batching. Set method to 'embedded' and" if paged else ". Set")
+            + " attn_implementation to 'eager'."
         )
 
 

@@ -200,7 +200,7 @@ def test_what_cannot_be_done_is_refused_with_the_way_out() -> None:
         scorer(batch, with_log_probs=False)
     capped = tiny("Gemma2", head_dim=4, attn_implementation="eager")
     capped.config._attn_implementation = "sdpa"  # what transformers before 5.21 lets a model have
-    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.*'sdpa'.*attn_implementation='eager'"):
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.*'sdpa'.*attn_implementation to 'eager'"):
         TokenScorer(capped, remove_padding=False)
     with pytest.raises(TypeError, match=r"0\.7 would become 0\.699219"):
         scorer(batch, temperature=torch.ones(5, dtype=torch.bfloat16))

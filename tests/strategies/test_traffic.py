@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
-from lightning_rlbatch.strategies.sharding import find_blocks
+from lightning_rlbatch.strategies.sharding import find_blocks, reduces_unused_parameters
 from lightning_rlbatch.testing import run_distributed
 from tests.helpers import make_trainer, sgd
 from tests.strategies.runs import sft, sft_data
@@ -62,4 +62,5 @@ def test_bytes_of_a_step_follow_the_formulas(world_size, reshard, grad_sync):
         scattered = (micro_steps if grad_sync == "every" else steps) * share * parameters
         assert moved[GATHER] == pytest.approx(gathered, rel=0.08)  # rows that do not divide are padded
         assert moved[SCATTER] == pytest.approx(scattered, rel=0.08)
-        assert moved["all_reduce"] == steps * 2 * 1024  # counts before, metrics after; nothing else
+        # counts before, metrics after; before torch 2.13 also which parameters have a gradient; nothing else
+        assert moved["all_reduce"] == steps * (2 if reduces_unused_parameters() else 3) * 1024
