@@ -133,7 +133,9 @@ class FailureReport:
         except Exception:  # an exception whose __str__ fails
             text = type(error).__name__
         where = "".join(traceback.format_tb(error.__traceback__)[-3:])
-        self._store.compare_set(_NOTE, "", f"Rank {self.rank} failed: {text[:2000]}\nIts traceback ended:\n{where[-4000:]}")
+        note = f"Rank {self.rank} failed: {text[:2000]}\nIts traceback ended:\n{where[-4000:]}"
+        # The store takes UTF-8 alone: not the halves of characters that a message may quote from a file's name or a broken completion.
+        self._store.compare_set(_NOTE, "", note.encode(errors="backslashreplace").decode())
         self._wait(lambda: self._store.add(_SEEN, 0) >= self.world_size)
 
     def _find_note(self) -> str:

@@ -82,13 +82,16 @@ def test_an_error_on_one_rank_ends_all_ranks_naming_it(bad_rank, tmp_path):
 
 
 def lose_a_server():
-    raise ConnectionResetError("Connection reset by peer: the server of the logger timed out")
+    raise ConnectionResetError("Connection reset by peer: the server of the logger timed out for \udcff.png")  # a file's name, half decoded
 
 
 def test_an_error_that_only_sounds_like_a_lost_rank_is_named_too(tmp_path):
     for (_, bad_rank), results in matrix([("callback", 0), ("loss", 1)], lose_a_server, tmp_path).items():
         assert results[bad_rank][0] == "ConnectionResetError"
-        assert f"Rank {bad_rank} failed: ConnectionResetError: Connection reset by peer" in results[1 - bad_rank][1]
+        expected = (
+            f"Rank {bad_rank} failed: ConnectionResetError: Connection reset by peer: the server of the logger timed out for \\udcff.png"
+        )
+        assert expected in results[1 - bad_rank][1]
 
 
 @pytest.mark.parametrize("bad_rank", RANKS)
