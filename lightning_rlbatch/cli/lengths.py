@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,17 @@ def read_lengths(path: str, field: str | None = None) -> list[int]:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"There is no file {path}. Pass a JSONL or text file of lengths.")
-    lengths = [_length(item, place, field) for place, item in _items(file.read_text(encoding="utf-8"), path)]
+    lengths = [_length(item, place, field) for place, item in _items(file.read_text(encoding="utf-8-sig"), path)]
     if not lengths:
         raise ValueError(f"{path} holds no lengths.")
     return lengths
 
 
 def _items(text: str, path: str) -> Iterator[tuple[str, Any]]:
+    if text.lstrip().startswith("["):
+        with suppress(json.JSONDecodeError):  # several lists, one a line
+            yield from ((f"item {number} of {path}", item) for number, item in enumerate(json.loads(text), start=1))
+            return
     for number, line in enumerate(text.splitlines(), start=1):
         place, stripped = f"line {number} of {path}", line.strip()
         if not stripped:
@@ -57,7 +62,7 @@ def _length(item: Any, place: str, field: str | None) -> int:
     try:
         length = int(value)
         exact = float(value) == length
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last: infinite
         exact, length = False, -1
     if isinstance(value, bool) or not exact or length < 1:
         raise ValueError(f"{place} has the length {value!r}, but a length is a whole number of at least 1 token.")
@@ -65,7 +70,7 @@ def _length(item: Any, place: str, field: str | None) -> int:
 
 
 def _field(item: dict[str, Any], place: str, field: str | None) -> Any:
-    if field is None and {"num_prompt_tokens", "num_response_tokens"} <= item.keys():
+    if field is None and all(isinstance(item.get(name), int) for name in ("num_prompt_tokens", "num_response_tokens")):
         return item["num_prompt_tokens"] + item["num_response_tokens"]
     for name in (field,) if field is not None else (*LENGTH_FIELDS, *_LIST_FIELDS):
         if name in item:

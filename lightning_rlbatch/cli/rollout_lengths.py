@@ -88,20 +88,26 @@ def _recorded(folder: Path) -> list[IterationLengths]:
 
 def _dumped(files: list[Path], tokenizer: TokenizerMaker | None) -> list[IterationLengths]:
     rows: dict[int, dict[str, list[tuple[int, int]]]] = {}
+    largest: dict[int, int] = {}
     for number, file in enumerate(files):
         for place, row in rows_of_file(file, on_cut=warnings.warn):
             try:
                 group = group_of(row)
             except LookupError as error:
                 raise ValueError(f"{place}: {error.args[0]}") from None
-            members = rows.setdefault(iteration_of(row, number, place), {}).setdefault(group, [])
+            iteration, sample_id = iteration_of(row, number, place), row.get("sample_id")
+            members = rows.setdefault(iteration, {}).setdefault(group, [])
+            if not isinstance(sample_id, int):
+                sample_id = len(members)
+            elif sample_id > largest.get(iteration, -1):
+                largest[iteration] = sample_id
             reward = row.get("reward", row.get("score", 0.0))
             if reward is not None and reward == reward:  # rollouts without a verdict (null, NaN) are not trained on
-                members.append((row.get("sample_id", len(members)), count_tokens(row, place, tokenizer)))
+                members.append((sample_id, count_tokens(row, place, tokenizer)))
     found = []
     for number in sorted(rows):
-        # RolloutLogger's groups are positions in the iteration; those of others are numbered as they come.
-        are_positions = all(group.isdigit() for group in rows[number])
+        # RolloutLogger's groups are positions in the iteration, none above its samples' ids; those of others are numbered as they come.
+        are_positions = all(group.isdigit() and int(group) <= largest.get(number, -1) for group in rows[number])
         groups = {
             (int(group) if are_positions else index): [length for _, length in sorted(members)]
             for index, (group, members) in enumerate(rows[number].items())

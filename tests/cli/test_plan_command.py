@@ -31,6 +31,9 @@ def run(capsys, *arguments):
         "5\n7\n9\n",
         "5 7, 9",
         "[5, 7, 9]",
+        "[\n  5,\n  7,\n  9\n]\n",
+        "[5, 7]\n[9]\n",
+        "\ufeff5\n7\n9\n",  # a byte order mark
         '{"length": 5}\n{"length": 7}\n\n{"length": 9}\n',
         '{"num_prompt_tokens": 2, "num_response_tokens": 3}\n{"num_tokens": 7}\n{"input_ids": [1, 1, 1, 1, 1, 1, 1, 1, 1]}\n',
     ],
@@ -43,7 +46,8 @@ def test_lengths_are_read_from_numbers_objects_and_token_lists(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [('{"size": 3}\n', "line 1 .* none of the fields length"), ("5\nmany\n", "line 2 .* 'many'"), ("0\n", "at least 1"), ("", "no lengths"),
-     ("{5\n", "line 1 .* not JSON"), ("2.5", "'2.5'")],
+     ("{5\n", "line 1 .* not JSON"), ("2.5", "'2.5'"), ("[1, Infinity]", "item 2 .* inf"),
+     ('{"num_prompt_tokens": null, "num_response_tokens": 3}', "none of the fields")],
 )  # fmt: skip
 def test_a_line_without_a_length_is_an_error_that_names_it(tmp_path, text, message):
     (tmp_path / "lengths").write_text(text)

@@ -138,6 +138,14 @@ def test_a_dump_that_counts_its_tokens_needs_no_tokenizer(tmp_path, capsys):
     assert [iteration["num_tokens"] for iteration in answer["iterations"]] == [7 + 9 + 11, 4 + 6 + 8 + 10]
 
 
+def test_large_numbers_that_name_groups_are_not_taken_for_their_positions(tmp_path):
+    row = {"num_prompt_tokens": 3, "num_response_tokens": 1, "reward": 1.0}
+    rows = [{**row, "group_id": 2**53 + number // 2} for number in range(4)]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (iteration,) = read_iterations(str(tmp_path))
+    assert (iteration.groups, iteration.num_prompts) == ({0: [4, 4], 1: [4, 4]}, 2)
+
+
 def test_dumps_are_read_as_replay_reads_them_files_in_natural_order_and_an_unfinished_line_left_out(tmp_path):
     messages = [{"role": "user", "content": "one\u2028two"}]
     row = json.dumps({"prompt": messages, "num_prompt_tokens": 3, "completion": "ab", "reward": 1.0}, ensure_ascii=False) + "\n"
