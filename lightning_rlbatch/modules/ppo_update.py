@@ -55,6 +55,11 @@ class PPOUpdate(RLBatchModule):
         return self.critic_source is not None
 
     @override
+    def update_scorers(self) -> list[TokenScorer]:
+        reference = [self._frozen["reference"]] if self.has_full_kl and "reference" in self._frozen else []
+        return [*super().update_scorers(), *reference]
+
+    @override
     def backward_passes(self, batch: MiniBatch, denominators: Denominators) -> list[tuple[list[PackedBatch], MicroBatchStep]]:
         micro_batches = self._with_selection(batch.micro_batches, denominators)
         if batch.critic_micro_batches is None:

@@ -10,7 +10,7 @@ from helpers import HandMadeDataModule, Step, length_reward, make_samples, make_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rlbatch.data.batching import BatchingOptions
-from lightning_rlbatch.functional import PackedBatch
+from lightning_rlbatch.functional import ClipCov, PackedBatch
 from lightning_rlbatch.models.scored_positions import ScoredPositions
 from lightning_rlbatch.modules import PPOModule, SFTModule
 from lightning_rlbatch.testing import run_distributed
@@ -67,8 +67,16 @@ def _noting(tensor, reads, name, original, *args, **kwargs):
 def make(kind):
     if kind == "sft":
         return SFTModule(tiny_llama)
-    options = {"critic": tiny_llama} if kind == "ppo" else {}
-    return PPOModule(tiny_llama, [length_reward], **options)
+    options = {
+        "grpo": {},
+        "ppo": {"critic": tiny_llama},
+        "full kl": {"kl_coefficient": 0.1, "kl_kind": "full"},
+        "clip cov": {"policy_loss": ClipCov()},
+    }
+    return PPOModule(tiny_llama, [length_reward], **options[kind])
+
+
+KINDS = ("sft", "grpo", "ppo", "full kl", "clip cov")
 
 
 def test_reads_from_the_device_do_not_grow_with_the_number_of_micro_batches():
@@ -76,7 +84,7 @@ def test_reads_from_the_device_do_not_grow_with_the_number_of_micro_batches():
 
     def fn(rank, world_size):
         found = {}
-        for kind in ("sft", "grpo", "ppo"):
+        for kind in KINDS:
             for budget in (12, 64):
                 module, reads = make(kind), Reads()
                 watch(module, reads)
@@ -86,7 +94,7 @@ def test_reads_from_the_device_do_not_grow_with_the_number_of_micro_batches():
         return found
 
     (found,) = run_distributed(fn, 1, init_process_group=False)
-    for kind in ("sft", "grpo", "ppo"):
+    for kind in KINDS:
         few, many = found[kind, 64], found[kind, 12]
         assert 0 < few.total() <= 12, few
         assert many - few == collections.Counter(), f"{kind}: a read per micro-batch: {many - few}"
