@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightning_rlbatch.models.probe import check_soft_cap
 from lightning_rlbatch.rollout.decoding import Decoder
 from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutRequest, SamplingParams, WeightStream
 from lightning_rlbatch.rollout.plain_generate import plain_generate
@@ -57,7 +58,7 @@ class TransformersEngine:
         method: What runs the model step by step, see above.
 
     Raises:
-        ValueError: If the model is sharded, an argument is out of range, or the method cannot run the model.
+        ValueError: If the model is sharded, an argument is out of range, or the method or the attention cannot run the model exactly.
 
     Example:
         .. code-block:: python
@@ -93,6 +94,7 @@ class TransformersEngine:
             raise ValueError(f"pad_token_id must be a token of the vocabulary (0 to {self.vocab_size - 1}) but is {pad_token_id}.")
         if attn_implementation is not None and model.config._attn_implementation != attn_implementation:
             model.set_attn_implementation(attn_implementation)
+        check_soft_cap(model.config, paged=method == "continuous_batching")
         self.pad_token_id = pad_token_id
         self.max_batch_size = max_batch_size
         self.method = method

@@ -7,7 +7,16 @@ import torch
 from rollout_toys import STOP, VOCAB_SIZE, mixed_requests, quick_collections, reference_log_probs, toy_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from lightning_rlbatch.rollout.engine import RolloutRequest, SamplingParams, rollout_seed
 from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
@@ -202,6 +211,17 @@ def test_a_model_that_mixes_kinds_of_layers_has_room_for_one_request_at_a_time()
         expected = reference_log_probs(model, request.prompt_ids, completion.token_ids)
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=1e-4, atol=1e-5)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_attention_that_leaves_out_a_soft_cap_is_refused() -> None:
+    model = Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    )
+    with pytest.raises(ValueError, match="eager"):
+        TransformersEngine(model, pad_token_id=0, attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.*method to 'embedded' and attn_implementation to 'eager'"):
+        TransformersEngine(model, pad_token_id=0, attn_implementation="eager", method="continuous_batching")
+    TransformersEngine(model, pad_token_id=0, attn_implementation="eager")
 
 
 @pytest.mark.parametrize(
