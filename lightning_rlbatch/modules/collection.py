@@ -24,7 +24,7 @@ from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.rollout.weights import full_parameters
 
 if TYPE_CHECKING:
-    from lightning_rlbatch.modules.ppo import PPOModule
+    from lightning_rlbatch.modules.ppo_collection import PPOCollection
 
 VALIDATION_STREAM = 2**32  # keeps the random numbers of validation apart from those of any iteration
 
@@ -38,7 +38,7 @@ class RolloutCollector:
         iteration: RL iteration.
     """
 
-    def __init__(self, module: "PPOModule", prompts: PromptBatch, iteration: int) -> None:
+    def __init__(self, module: "PPOCollection", prompts: PromptBatch, iteration: int) -> None:
         self.module = module
         self.iteration = iteration
         self.meshes = module.meshes
@@ -126,7 +126,7 @@ class RolloutCollector:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
-def score_rollouts(module: "PPOModule", store: RolloutStore) -> None:
+def score_rollouts(module: "PPOCollection", store: RolloutStore) -> None:
     """Add old log-probs, reference log-probs and values to a store, as far as the module has these models; collective.
 
     Args:
@@ -138,7 +138,7 @@ def score_rollouts(module: "PPOModule", store: RolloutStore) -> None:
         store.update(per_token=store.score(_named(name, forward), role=role))
 
 
-def add_model_rewards(module: "PPOModule", rollouts: Sequence[Rollout], options: BatchingOptions) -> None:
+def add_model_rewards(module: "PPOCollection", rollouts: Sequence[Rollout], options: BatchingOptions) -> None:
     """Add the reward model's scores to rollouts, in place; collective over all ranks.
 
     Args:
@@ -155,7 +155,7 @@ def add_model_rewards(module: "PPOModule", rollouts: Sequence[Rollout], options:
         rollout.components.append(score)
 
 
-def sync_weights(module: "PPOModule") -> None:
+def sync_weights(module: "PPOCollection") -> None:
     """Copy the trained policy into the module's rollout engine; collective over all ranks.
 
     Args:

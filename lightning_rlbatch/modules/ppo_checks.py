@@ -9,6 +9,7 @@ from lightning_rlbatch.rollout.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo import PPOModule
+    from lightning_rlbatch.modules.ppo_collection import PPOCollection
 
 
 def check_ppo_options(module: "PPOModule") -> None:
@@ -21,6 +22,15 @@ def check_ppo_options(module: "PPOModule") -> None:
         ValueError: Names the options, their values and what to change.
         TypeError: A reward function that cannot be called, or a ``rollout_engine`` that is no configuration of one.
     """
+    _check_rewards(module)
+    _check_advantage(module)
+    _check_loss(module)
+    _check_critic(module)
+    _check_rollouts(module)
+    check_head_memory(module.head_memory_mib)
+
+
+def _check_rewards(module: "PPOModule") -> None:
     for function in module.reward_functions:
         if not callable(function):
             raise TypeError(f"reward_functions must be functions but hold {function!r}. Import it and pass the function itself.")
@@ -32,6 +42,9 @@ def check_ppo_options(module: "PPOModule") -> None:
         raise ValueError(
             f"Got {len(module.reward_weights)} reward_weights for {len(module.reward_functions)} reward_functions. Pass one weight each."
         )
+
+
+def _check_advantage(module: "PPOModule") -> None:
     if module.advantage.needs_values and module.critic_source is None:
         raise ValueError(
             f"The advantage {type(module.advantage).__name__} needs values. Set critic (for example to the same source as policy, or to"
@@ -42,8 +55,9 @@ def check_ppo_options(module: "PPOModule") -> None:
             f"The advantage {type(module.advantage).__name__} normalizes each reward on its own and has no place for a KL penalty in the"
             " reward. Remove kl_reward, and put the penalty into the loss (kl_coefficient)."
         )
-    if module.temperature <= 0:
-        raise ValueError(f"Expected temperature to be positive but got {module.temperature}: rollouts to learn from must be sampled.")
+
+
+def _check_loss(module: "PPOModule") -> None:
     if module.loss_aggregation not in AGGREGATION_MODES:
         raise ValueError(f"Expected loss_aggregation to be one of {AGGREGATION_MODES} but got {module.loss_aggregation!r}.")
     if (module.loss_aggregation == "seq-mean-token-sum-norm") != (module.loss_norm_constant is not None):
@@ -62,10 +76,18 @@ def check_ppo_options(module: "PPOModule") -> None:
     for name in ("kl_coefficient", "value_coefficient", "overlong_factor"):
         if getattr(module, name) < 0:
             raise ValueError(f"Expected {name} to be at least 0 but got {getattr(module, name)}.")
+
+
+def _check_critic(module: "PPOModule") -> None:
     if module.critic_source is None and (module.critic_lr is not None or module.value_clip is not None):
         raise ValueError("critic_lr and value_clip have no effect without a critic. Set critic, or remove them.")
     if module.critic_source == "shared" and module.critic_lr is not None:
         raise ValueError("critic_lr has no effect with critic='shared': the value head is trained with the policy. Remove critic_lr.")
+
+
+def _check_rollouts(module: "PPOModule") -> None:
+    if module.temperature <= 0:
+        raise ValueError(f"Expected temperature to be positive but got {module.temperature}: rollouts to learn from must be sampled.")
     if not isinstance(module.rollout_engine_config, EngineConfig):
         raise TypeError(
             f"rollout_engine must be an EngineConfig such as TransformersEngineConfig() but is {module.rollout_engine_config!r}. To bring"
@@ -78,12 +100,11 @@ def check_ppo_options(module: "PPOModule") -> None:
             f"max_turns={module.max_turns} bounds the turns between the policy and an environment, here {module.environment!r}. Expected"
             " at least 1, and an environment. Set environment, or remove max_turns."
         )
-    check_head_memory(module.head_memory_mib)
     if module.max_sampling_rounds < 1:
         raise ValueError(f"Expected max_sampling_rounds to be at least 1 but got {module.max_sampling_rounds}.")
 
 
-def check_group_size(module: "PPOModule", rollouts_per_prompt: int) -> None:
+def check_group_size(module: "PPOCollection", rollouts_per_prompt: int) -> None:
     """Refuse groups too small for the estimator to learn from, before anything is sampled.
 
     Args:

@@ -11,12 +11,12 @@ from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.modules.turns import texts
 
 if TYPE_CHECKING:
-    from lightning_rlbatch.modules.ppo import PPOModule
+    from lightning_rlbatch.modules.ppo_collection import PPOCollection
 
 _LISTS = ("completions", "completion_ids", "finish_reasons")  # columns with a value per completion
 
 
-def generate_completions(module: "PPOModule", prompts: PromptBatch, stream: int) -> list[dict[str, Any]]:
+def generate_completions(module: "PPOCollection", prompts: PromptBatch, stream: int) -> list[dict[str, Any]]:
     """Sample completions of a prompt batch; every rank generates a share, and all of them return the same.
 
     Args:

@@ -16,7 +16,7 @@ from lightning_rlbatch.functional.peers import Peers
 from lightning_rlbatch.modules.base import RLBatchModule
 
 if TYPE_CHECKING:
-    from lightning_rlbatch.modules.ppo import PPOModule
+    from lightning_rlbatch.modules.ppo_collection import PPOCollection
 
 
 class RolloutPreparation:
@@ -27,7 +27,7 @@ class RolloutPreparation:
         store: Rollouts with old log-probs, reference log-probs and values as far as the module has these models.
     """
 
-    def __init__(self, module: "PPOModule", store: RolloutStore) -> None:
+    def __init__(self, module: "PPOCollection", store: RolloutStore) -> None:
         self.module = module
         self.store = store
         self.sums: dict[str, Tensor | float] = {}

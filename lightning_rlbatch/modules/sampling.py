@@ -22,7 +22,7 @@ from lightning_rlbatch.modules.turns import Response, ResponseSampler, texts
 from lightning_rlbatch.rollout.engine import Completion, SamplingParams, rollout_seed
 
 if TYPE_CHECKING:
-    from lightning_rlbatch.modules.ppo import PPOModule
+    from lightning_rlbatch.modules.ppo_collection import PPOCollection
 
 _ROUND = 2**33  # separates the random numbers of sampling rounds, and the streams of training and validation
 
@@ -63,7 +63,7 @@ class RolloutSampler:
         description: Name of the progress bar.
     """
 
-    def __init__(self, module: "PPOModule", prompts: PromptBatch, stream: int, description: str) -> None:
+    def __init__(self, module: "PPOCollection", prompts: PromptBatch, stream: int, description: str) -> None:
         self.module = module
         self.prompts = prompts
         self.stream = stream

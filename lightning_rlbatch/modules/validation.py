@@ -15,12 +15,12 @@ from lightning_rlbatch.modules.sampling import Rollout, RolloutSampler
 from lightning_rlbatch.modules.scoring_context import scoring_context
 
 if TYPE_CHECKING:
-    from lightning_rlbatch.modules.ppo import PPOModule
+    from lightning_rlbatch.modules.ppo_collection import PPOCollection
 
 _BEST, _GROUPS = "best_of:", "groups_of:"
 
 
-def evaluate_prompts(module: "PPOModule", prompts: PromptBatch, batch_index: int) -> dict[str, float]:
+def evaluate_prompts(module: "PPOCollection", prompts: PromptBatch, batch_index: int) -> dict[str, float]:
     """Sample and reward this rank's share of a validation batch; collective over all ranks.
 
     Args:
@@ -53,14 +53,14 @@ def validation_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return reward_metrics(sums, "val/") | best
 
 
-def _options(module: "PPOModule") -> BatchingOptions:
+def _options(module: "PPOCollection") -> BatchingOptions:
     options = getattr(getattr(module.trainer, "datamodule", None), "options", None)
     if not isinstance(options, BatchingOptions):  # prompts of a loader of the user's own
         options = BatchingOptions(micro_batch_size=1)
     return dataclasses.replace(options, padded=not module.remove_padding)
 
 
-def _sums_of_best(module: "PPOModule", prompts: PromptBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _sums_of_best(module: "PPOCollection", prompts: PromptBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return sums over prompts for k = 2, 4, 8, ... below the rollouts of a prompt, and for all of them."""
     size = prompts.rollouts_per_prompt
     if size == 1:
