@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -98,25 +98,13 @@ class TransformersEngineConfig(EngineConfig):
     def build(self, model: PreTrainedModel, context: EngineContext) -> TransformersEngine:
         """See :meth:`EngineConfig.build`; a policy with adapters is copied with them."""
         dtype: torch.dtype | None = None if self.dtype is None else getattr(torch, self.dtype)
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("max_batch_size", "attn_implementation", "method")}
         if not context.has_adapters:
-            return TransformersEngine.from_model(
-                model,
-                pad_token_id=0,
-                max_batch_size=self.max_batch_size,
-                attn_implementation=self.attn_implementation,
-                method=self.method,
-                dtype=dtype,
-            )
+            return TransformersEngine.from_model(model, pad_token_id=0, dtype=dtype, **options)
         replica = copy.deepcopy(model)  # a model made from the configuration would have no adapters
         if dtype is not None:
             cast_parameters(replica, dtype)
-        return TransformersEngine(
-            replica,
-            pad_token_id=0,
-            max_batch_size=self.max_batch_size,
-            attn_implementation=self.attn_implementation,
-            method=self.method,
-        )
+        return TransformersEngine(replica, pad_token_id=0, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
