@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import dataclasses
 import html
 import re
 from pathlib import Path
@@ -103,6 +104,8 @@ def _doctor(run: RunMetrics) -> str:
     seen: dict[str, list[Any]] = {}
     for count in range(1, len(iterations) + 1):
         for diagnosis in rules.diagnose(rules.History(iterations[:count]), rules.Thresholds()):
+            epoch = iterations[diagnosis.iteration].get("epoch", diagnosis.iteration)  # a resumed run's log begins in the middle
+            diagnosis = dataclasses.replace(diagnosis, iteration=int(epoch))
             seen.setdefault(diagnosis.name, []).append(diagnosis)
     if not seen:
         return '<p class="good">The doctor found nothing.</p>'

@@ -53,11 +53,17 @@ class RunMetrics:
         return sorted(found.items())
 
     def iterations(self) -> list[dict[str, float]]:
-        """Return the mean of every column per epoch (an RL iteration), validation left out, and ``first_ratio``."""
+        """Return the mean of every column per epoch (an RL iteration), validation left out, and ``first_ratio``.
+
+        Rows without an epoch, such as those of RolloutLogger, belong to that of their step.
+        """
+        epochs = {row["step"]: row["epoch"] for row in self.rows if "epoch" in row and "step" in row}
         groups: dict[float, list[dict[str, float]]] = {}
+        epoch = 0.0
         for row in self.rows:
+            epoch = row.get("epoch", epochs.get(row.get("step", -1.0), epoch))
             if not any(name.startswith("val/") for name in row):
-                groups.setdefault(row.get("epoch", 0.0), []).append(row)
+                groups.setdefault(epoch, []).append(row)
         return [_mean(groups[epoch]) for epoch in sorted(groups)]
 
     def first_of_iterations(self, name: str) -> list[tuple[float, float]]:

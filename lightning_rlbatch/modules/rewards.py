@@ -40,7 +40,7 @@ def call_rewards(
         None).
 
     Raises:
-        TypeError: A function returned something else than numbers and None.
+        TypeError: A function takes what is no column, or returned something else than numbers and None.
         ValueError: A function returned too few or too many rewards, or one that is not finite; names function and sample.
     """
     by_name: dict[str, list[float]] = {}
@@ -48,7 +48,7 @@ def call_rewards(
     arguments["completion_ids"] = [list(ids) for ids in completion_ids]
     for name, function in zip(reward_names(functions), functions):
         # A rank may have no completion at all; functions need not be written for that.
-        by_name[name] = _checked(name, function(**_accepted(function, arguments)), completions) if completions else []
+        by_name[name] = _checked(name, function(**_accepted(name, function, arguments)), completions) if completions else []
     if not completions or not functions:
         return [math.nan] * len(completions), by_name
     components = torch.tensor(list(by_name.values()), dtype=torch.float64).T
@@ -91,8 +91,16 @@ def _name(function: RewardFunction) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
+def _accepted(name: str, function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
+    required = [parameter for parameter in parameters.values() if parameter.default is parameter.empty]
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    missing = [parameter.name for parameter in required if parameter.kind in by_keyword and parameter.name not in arguments]
+    if missing:
+        raise TypeError(
+            f"Reward function {name!r} takes {', '.join(missing)}, but the prompts' rows have no such column. It may take:"
+            f" {', '.join(sorted(arguments))}. Add the column to the rows, or give the argument a default."
+        )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
     return {name: value for name, value in arguments.items() if name in parameters}

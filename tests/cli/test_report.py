@@ -175,6 +175,15 @@ def test_metrics_are_found_in_the_newest_version_folder(tmp_path):
     assert RunMetrics.find(str(tmp_path / "logs")).path.parent.name == "version_10"
 
 
+def test_iterations_of_a_resumed_run_keep_their_numbers_and_rows_without_an_epoch_belong_to_their_step(tmp_path):
+    rows = ["epoch,step,length/truncated,rollouts/length_max"]
+    rows += [",8,,24", "2,8,0.7,", "2,9,0.7,", "3,10,0.7,", "3,11,0.7,", ",12,,24", "4,12,0.7,"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    iterations = RunMetrics.find(str(tmp_path)).iterations()
+    assert [(row["epoch"], row.get("rollouts/length_max")) for row in iterations] == [(2, 24), (3, None), (4, 24)]
+    assert "(iteration 4)" in report(tmp_path)
+
+
 def test_a_long_run_is_thinned_to_a_readable_number_of_points(tmp_path):
     page = Page(report(write_run(tmp_path / "run", {"train/entropy": PER_STEP["train/entropy"]}, num_steps=2000)))
     assert len(page.plots[1][0]["points"]) == 400

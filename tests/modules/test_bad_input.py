@@ -63,6 +63,10 @@ def breaks(prompts, completions):
     raise LookupError("the answer key has no entry for this prompt")
 
 
+def needs_a_column(completions, solution):
+    return [1.0] * len(completions)
+
+
 def good(prompts, completions):
     return [1.0] * len(completions)
 
@@ -70,6 +74,7 @@ def good(prompts, completions):
 @pytest.mark.parametrize(
     ("bad", "kind", "words"),
     [
+        (needs_a_column, TypeError, ["'needs_a_column'", "takes solution, but", "completion_ids, completions, prompts"]),
         (too_few, ValueError, ["'too_few'", "3 rewards for 4 completions"]),
         (not_a_number, ValueError, ["'not_a_number'", "nan", "completion 0"]),
         (breaks, LookupError, ["no entry for this prompt"]),
