@@ -10,10 +10,11 @@ Invariants:
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_rlbatch.distributed.manifest import Sample, agree, check_keys, encode_samples, gather_samples, read_arguments, wrong_results
@@ -100,10 +101,10 @@ class Route:
 
 def exchange_samples(
     batch: PackedBatch,
-    destinations: Sequence[int | Sequence[int]],
+    destinations: Sequence[int | Sequence[int]] | Tensor | NDArray[Any],
     group: dist.ProcessGroup | None,
     *,
-    order: Sequence[int] | None = None,
+    order: Sequence[int] | Tensor | NDArray[Any] | None = None,
 ) -> tuple[PackedBatch, Route]:
     """Send each sample to one or more ranks; all ranks of the group call it, those without samples too.
 
@@ -114,7 +115,7 @@ def exchange_samples(
         batch: This rank's samples, possibly none: then its schema still has to be that of the others
             (``PackedBatch.empty(schema)``).
         destinations: For each sample the rank in ``group`` that gets it, or several different ranks (sequence-parallel peers
-            compute on the same samples).
+            compute on the same samples). A list, integer tensor or array, like ``order``.
         group: Ranks that exchange; None for a process that runs alone (rank 0).
         order: A sort key for each sample, different for all samples of the group; every rank lays out what it gets by ascending
             key (`plan_destinations` makes keys for plan order). None: by source rank, then position.

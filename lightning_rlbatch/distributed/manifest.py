@@ -1,10 +1,13 @@
 """What all ranks know about the samples of an exchange, gathered and checked before anything moves."""
 
 import json
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_rlbatch.distributed.reductions import all_gather_ints, all_gather_lengths, gather_strings, stable_hash
@@ -26,12 +29,16 @@ class Sample(NamedTuple):
 
 
 def read_arguments(
-    batch: PackedBatch, destinations: Sequence[int | Sequence[int]], order: Sequence[int] | None, size: int
+    batch: PackedBatch,
+    destinations: Sequence[int | Sequence[int]] | Tensor | NDArray[Any],
+    order: Sequence[int] | Tensor | NDArray[Any] | None,
+    size: int,
 ) -> tuple[list[tuple[int, ...]], list[int], str]:
     """Return destinations, keys and what is wrong with them: said rather than raised, so that all ranks can raise together."""
     try:
-        wanted = [tuple(map(int, entry)) if isinstance(entry, Iterable) else (int(entry),) for entry in destinations]
-        keys = list(range(batch.num_samples)) if order is None else [int(key) for key in order]
+        entries = [_plain(entry) for entry in _plain(destinations)]
+        wanted = [tuple(map(operator.index, entry)) if isinstance(entry, Iterable) else (operator.index(entry),) for entry in entries]
+        keys = list(range(batch.num_samples)) if order is None else [operator.index(key) for key in _plain(order)]
     except (TypeError, ValueError) as error:
         return [], [], f"`destinations` and `order` must hold integers ({error})"
     if len(wanted) != batch.num_samples:
@@ -46,6 +53,11 @@ def read_arguments(
         if not -(2**63) <= key < 2**63:
             return [], [], f"the key of sample {index} must fit into 64 bits, got {key}"
     return wanted, keys, ""
+
+
+def _plain(value: Any) -> Any:
+    """Return lists and numbers for a tensor or an array."""
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray)) else value
 
 
 def wrong_results(rows: Rows, per_token: Collection[str], per_sample: Collection[str]) -> str:

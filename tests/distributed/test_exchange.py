@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,6 +94,14 @@ def test_a_lone_process_keeps_its_samples_in_the_order_of_its_keys():
     assert route.global_ids == (1, 3, 0, 2)
     assert (route.bytes_sent, route.bytes_received, route.num_samples_moved) == (0, 0, 0)
     check_exchange(None, [0], [[]])
+
+
+def test_destinations_and_order_may_be_tensors_or_arrays():
+    batch = make_samples(4, 0)
+    expected = batch.select([1, 3, 0, 2])
+    for destinations in (torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1, dtype=torch.int32), [torch.tensor(0)] * 4, np.zeros(4, int)):
+        for order in (torch.tensor([5, -2, 9, 0]), np.array([5, -2, 9, 0])):
+            assert same_batches(exchange_samples(batch, destinations, None, order=order)[0], expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -230,6 +239,7 @@ def refusal(batch, destinations, group, **arguments):
         ([0, 0], [1, 2**63], "the key of sample 1 must fit into 64 bits"),
         ([0, None], None, "must hold integers"),
         ([0, "x"], None, "must hold integers"),
+        ([0, 0.5], None, "must hold integers"),
     ],
 )
 def test_wrong_arguments_on_one_rank_are_the_same_error_on_every_rank(destinations, order, message):
