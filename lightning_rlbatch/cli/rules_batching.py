@@ -30,7 +30,6 @@ def check_batching(run: RunConfig) -> Findings:
     yield from _check_positive(run)
     yield from _check_one_budget(run)
     yield from _check_ranks(run)
-    yield from _check_engine(run)
     yield from _check_budget_holds_a_sample(run)
     yield from _check_balancing(run)
     yield from _check_divisibility(run)
@@ -93,15 +92,6 @@ def _check_ranks(run: RunConfig) -> Findings:
             "data_parallel_replicate_size",
             text=f"data_parallel_replicate_size={run.replicate_size} must divide the number of data-parallel ranks, {world // sp}"
             f" ({world} ranks / sequence_parallel_size={sp}).",
-        )
-
-
-def _check_engine(run: RunConfig) -> Findings:
-    size, world = run.model.number("rollout_tensor_parallel_size") or 1, run.world_size
-    if size > 1 and world is not None and world % size:
-        yield refused(
-            "rollout_tensor_parallel_size",
-            text=f"rollout_tensor_parallel_size={size} must divide the number of ranks, {world} (devices x num_nodes).",
         )
 
 

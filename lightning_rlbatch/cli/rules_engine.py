@@ -14,6 +14,11 @@ def check_engine(run: RunConfig) -> Findings:
         text = f"`rollout_engine` must name a class, such as TransformersEngineConfig, but is {value!r}. Drop it to take the default."
         yield refused("rollout_engine", text=text)
     engine, size = run.engine, run.model.number("rollout_tensor_parallel_size") or 1
+    if size > 1 and run.world_size is not None and run.world_size % size:
+        yield refused(
+            "rollout_tensor_parallel_size",
+            text=f"rollout_tensor_parallel_size={size} must divide the number of ranks, {run.world_size} (devices x num_nodes).",
+        )
     overridden = run.model.name != "PPOModule"  # a subclass may bring an engine of its own
     if engine.name == "TransformersEngineConfig" and size > 1 and not overridden:
         problem = problems.spanning_problem(engine.name, size)
@@ -24,13 +29,8 @@ def check_engine(run: RunConfig) -> Findings:
     if engine.name == "VLLMEngineConfig":
         yield from _check_vllm(run, size)
     if run.kind == "replay":
-        for section, name in (
-            (run.model, "top_k"),
-            (run.model, "top_p"),
-            (run.model, "rollout_engine"),
-            (run.model, "validation_temperature"),
-        ):
-            if section.changed(name):
+        for name in ("top_k", "top_p", "rollout_engine", "validation_temperature"):
+            if run.model.changed(name):
                 yield without_effect(name, "recorded rollouts are replayed: nothing is generated.")
     elif run.data.get("val_prompts") is None:
         yield from _check_bounds(run)
