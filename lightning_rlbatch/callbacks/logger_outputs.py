@@ -9,8 +9,8 @@ import numpy as np
 from lightning.pytorch.loggers import WandbLogger
 
 
-def log_table(logger: Any, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> bool:
-    """Log a table to a logger that takes tables or text.
+def log_table(logger: Any, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    """Log a table to a logger that takes tables or text; others get nothing.
 
     Args:
         logger: A Lightning logger. One with ``log_table`` or ``log_text`` (W&B) gets columns and rows; one whose ``experiment`` has
@@ -19,42 +19,32 @@ def log_table(logger: Any, key: str, columns: Sequence[str], rows: Sequence[Sequ
         columns: Headings.
         rows: A value per column.
         step: Optimizer step.
-
-    Returns:
-        Whether the logger takes tables.
     """
     log = getattr(logger, "log_table", None) or getattr(logger, "log_text", None)
     if log is not None:
         log(key=key, columns=list(columns), data=[list(row) for row in rows], step=step)
-        return True
+        return
     add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
-    if add_text is None:
-        return False
-    add_text(key, markdown_table(columns, rows), step)
-    return True
+    if add_text is not None:
+        add_text(key, markdown_table(columns, rows), step)
 
 
-def log_histogram(logger: Any, key: str, values: Sequence[float], step: int) -> bool:
-    """Log a histogram to a logger that makes them of values.
+def log_histogram(logger: Any, key: str, values: Sequence[float], step: int) -> None:
+    """Log a histogram to a logger that makes them of values; others get nothing.
 
     Args:
         logger: A Lightning logger: W&B's, or one whose ``experiment`` has ``add_histogram`` (TensorBoard).
         key: Name of the histogram.
         values: At least one finite number.
         step: Optimizer step.
-
-    Returns:
-        Whether the logger takes histograms.
     """
     if isinstance(logger, WandbLogger):
         wandb = importlib.import_module("wandb")  # there, or the logger would not be
         logger.log_metrics({key: wandb.Histogram(list(values))}, step=step)
-        return True
+        return
     add_histogram = getattr(getattr(logger, "experiment", None), "add_histogram", None)
-    if add_histogram is None:
-        return False
-    add_histogram(key, np.asarray(values, dtype=np.float64), step)
-    return True
+    if add_histogram is not None:
+        add_histogram(key, np.asarray(values, dtype=np.float64), step)
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
