@@ -28,3 +28,11 @@ def test_norm_of_shards_is_that_of_the_whole():
         return float(total_norm(sharded))
 
     assert run_distributed(fn, 2) == pytest.approx([exact(gradients()[:3])] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norm_of_half_precision_gradients_is_not_rounded_to_half_precision(dtype):
+    halves = [torch.randn(300, 700, generator=torch.Generator().manual_seed(0)).to(dtype), torch.full((33,), 0.1).to(dtype)]
+    assert float(total_norm(halves)) == pytest.approx(exact(halves), rel=1e-6)
+    large = [torch.full((4, 500), 30_000.0).to(dtype)]  # the norm is above the largest number of fp16
+    assert float(total_norm(large)) == pytest.approx(exact(large), rel=1e-6)
