@@ -1,6 +1,7 @@
-"""The hook that tells callbacks about an iteration's rollouts."""
+"""The hooks that tell callbacks about an iteration's rollouts."""
 
 import dataclasses
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -47,7 +48,17 @@ class Rollouts:
 
 
 class RolloutCallback(Callback):
-    """A callback that wants to see rollouts: override :meth:`on_rollout_end`."""
+    """A callback around the collection of rollouts: override :meth:`on_rollout_start`, :meth:`on_rollout_end` or both."""
+
+    def on_rollout_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", prompts: PromptBatch, iteration: int) -> None:
+        """Know that the rollouts of an iteration are about to be sampled; called on every rank.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module that collects them.
+            prompts: Prompts of the collection, the same on every rank.
+            iteration: RL iteration.
+        """
 
     def on_rollout_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", rollouts: Rollouts) -> None:
         """See an iteration's rollouts before the first optimizer step on them; called on every rank.
@@ -61,7 +72,16 @@ class RolloutCallback(Callback):
 
 def call_on_rollout_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule", rollouts: Rollouts) -> None:
     """Call ``on_rollout_end`` of every callback that has it, in the order of ``trainer.callbacks``."""
+    _call(trainer, "on_rollout_end", pl_module, rollouts)
+
+
+def call_on_rollout_start(trainer: "pl.Trainer", pl_module: "pl.LightningModule", prompts: PromptBatch, iteration: int) -> None:
+    """Call ``on_rollout_start`` of every callback that has it, in the order of ``trainer.callbacks``."""
+    _call(trainer, "on_rollout_start", pl_module, prompts, iteration)
+
+
+def _call(trainer: "pl.Trainer", name: str, *arguments: Any) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector, where type checkers do not see it
-        hook = getattr(callback, "on_rollout_end", None)
+        hook = getattr(callback, name, None)
         if hook is not None:
-            hook(trainer, pl_module, rollouts)
+            hook(trainer, *arguments)

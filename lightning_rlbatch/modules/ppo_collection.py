@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_rlbatch.callbacks.rollout_hooks import Rollouts, call_on_rollout_end
+from lightning_rlbatch.callbacks.rollout_hooks import Rollouts, call_on_rollout_end, call_on_rollout_start
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.chat import Conversation
 from lightning_rlbatch.data.prompts import PromptBatch
@@ -62,6 +62,7 @@ class PPOCollection(PPORoles):
 
         def collect() -> RolloutStore:
             self.kl_reward_coefficient = coefficient  # of the first try; a stop throws away what was collected
+            call_on_rollout_start(self.trainer, self, prompts, iteration)
             collector = RolloutCollector(self, prompts, iteration)
             store, self._collection_metrics = collector.run(mini_batches, options)
             if self.kl_reward is not None:

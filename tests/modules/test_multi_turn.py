@@ -193,7 +193,11 @@ def words_said(prompts, completions, completion_ids):
 
 
 class Keep(RolloutCallback):
+    def on_rollout_start(self, trainer, pl_module, prompts, iteration):
+        self.started = iteration, prompts.prompts
+
     def on_rollout_end(self, trainer, pl_module, rollouts):
+        assert self.started == (rollouts.iteration, rollouts.prompts.prompts)
         self.samples = rollouts.store.samples
         self.table = rollouts.store.table
 
