@@ -8,6 +8,7 @@ from lightning_rlbatch.cli.findings import Findings, refused
 from lightning_rlbatch.cli.imports import import_problem, is_import_path, module_exists
 from lightning_rlbatch.cli.run_config import RunConfig
 
+_HOLD_A_CLASS = ("advantage", "kl_reward", "policy_loss", "rollout_correction")  # given as a path alone, or with init_args
 FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 
 
@@ -28,14 +29,14 @@ def check_sources(run: RunConfig) -> Findings:
     for path, option in _class_paths(run):
         problem = import_problem(path)
         if problem is not None:
-            yield refused(option, text=f"`{option}`: class_path {path}: {problem}.")
+            yield refused(option, text=f"`{option}`: class_path {path}: {_ended(problem)}")
 
 
 def _check_prompts(name: str, source: Any) -> Findings:
     if isinstance(source, str) and not Path(source).is_file() and is_import_path(source) and not source.endswith(FILES):
         problem = import_problem(source)
         if problem is not None:
-            yield refused(name, text=f"`{name}`: {problem}.")
+            yield refused(name, text=f"`{name}`: {_ended(problem)}")
         return
     paths = [source] if isinstance(source, str) else source if isinstance(source, list) else []
     missing = [path for path in paths if isinstance(path, str) and not Path(path).is_file()]
@@ -54,7 +55,7 @@ def _check_pretrained(name: str, source: Any) -> Findings:
         problem = import_problem(source)
         if problem is not None:
             known = "" if module_exists(source) else ", and no folder of that name"
-            yield refused(name, text=f"`{name}`: {problem}{known}.")
+            yield refused(name, text=f"`{name}`: {_ended(problem + known)}")
     elif source.count("/") > 1 or source.startswith(("/", ".", "~")):  # a hub name has one slash at most
         yield refused(name, text=f"`{name}`: there is no folder {source} in {Path.cwd()}. Check the path, or make the model first.")
 
@@ -63,7 +64,11 @@ def _check_function(option: str, source: Any) -> Findings:
     if isinstance(source, str):
         problem = import_problem(source)
         if problem is not None:
-            yield refused(option, text=f"`{option}`: {problem}.")
+            yield refused(option, text=f"`{option}`: {_ended(problem)}")
+
+
+def _ended(problem: str) -> str:
+    return problem if problem.endswith("?") else f"{problem}."
 
 
 def _class_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
@@ -71,6 +76,10 @@ def _class_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
     for section in (run.model, run.data):
         if is_import_path(section.class_path):
             yield section.class_path, section.key
+    for name in _HOLD_A_CLASS:
+        value = run.model.given.get(name)
+        if isinstance(value, str) and is_import_path(value):
+            yield value, name
     for section in (run.model, run.data, run.strategy, run.trainer):
         for name, value in section.given.items():
             if name != "strategy":

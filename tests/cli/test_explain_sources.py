@@ -64,6 +64,7 @@ def test_a_module_that_only_an_import_hook_finds_is_accepted(tmp_path, monkeypat
         ({"model": {"reward_functions": ["exact"]}}, "'exact' is no import path"),
         ({"model": {"environment": "my_rewards.calculator"}}, "`environment`: `my_rewards` has no `calculator`"),
         ({"model": {"advantage": {"class_path": "lightning_rlbatch.functional.GRPOO"}}}, "Did you mean `lightning_rlbatch.functional.GRPO"),
+        ({"model": {"policy_loss": "lightning_rlbatch.functional.GSPOO"}}, "Did you mean `lightning_rlbatch.functional.GSPO`?"),
         ({"model": {"policy": "outputs/sft/policy"}}, "`policy`: there is no folder outputs/sft/policy"),
         ({"model": {"policy": "my_models.bild"}}, "Did you mean `my_models.build`"),
         ({"data": {"tokenizer": "my_tokenizers.Letters"}}, "`tokenizer`: there is no module `my_tokenizers`"),
