@@ -71,7 +71,7 @@ class StopWatch:
     def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop listening."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(4 * self.PERIOD)  # no longer: it waits for minutes to connect to the store of a rank 0 that was killed
         signal.set_wakeup_fd(self._previous_writer)
         signal.signal(signal.SIGURG, self._previous_handler)
         os.close(self._reader)

@@ -1,9 +1,11 @@
 """Run a function on several forked gloo ranks under a watchdog."""
 
+import contextlib
 import datetime
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import tempfile
 import time
@@ -20,11 +22,16 @@ LINGER_SECONDS = 1.0  # a rank that has succeeded stays so long at most, since i
 GRACE_SECONDS = 25.0  # after one rank failed the others get this long to fail by themselves (collectives time out after 20 s)
 
 
+_PORTS = range(16_384, 32_768)  # below those that systems hand out by themselves: gloo's connections would take one before its user
+
+
 def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that was free a moment ago, and that nobody is likely to take in the next one."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _rank_main(

@@ -11,7 +11,10 @@ import warnings
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from torch.distributed import distributed_c10d
+
 from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback
+from lightning_rlbatch.strategies.interrupting import StopWatch
 from lightning_rlbatch.testing import run_distributed
 from tests.helpers import make_trainer
 from tests.strategies.runs import assert_same_state, ppo, prompt_rows, rollouts, run
@@ -120,3 +123,21 @@ def test_should_stop_of_a_rollout_callback_ends_before_a_step_on_these_rollouts(
         return trainer.global_step, unheeded.global_step
 
     assert run_distributed(main, 2, init_process_group=False) == [(2, 6)] * 2
+
+
+class LostStore:
+    """Of a rank 0 that was killed: connecting to it takes as long as its timeout."""
+
+    def clone(self):
+        time.sleep(LONG)
+
+
+def test_a_collection_ends_although_the_store_has_gone_with_rank_zero():
+    def main(rank, size):
+        distributed_c10d._get_default_store = LostStore  # in this process, which is a copy
+        start = time.monotonic()
+        with StopWatch(set(), lambda: False, "collection", requested=False):
+            pass
+        return time.monotonic() - start
+
+    assert run_distributed(main, 1)[0] < 10
