@@ -10,7 +10,6 @@ import time
 import warnings
 
 from lightning.pytorch.callbacks import ModelCheckpoint
-
 from torch.distributed import distributed_c10d
 
 from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback
