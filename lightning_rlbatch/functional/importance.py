@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_rlbatch.functional.aggregation import check_per_token
 from lightning_rlbatch.functional.losses import MAX_LOG_RATIO, log_ratio
 from lightning_rlbatch.functional.segments import sanitize, segment_mean, segment_sum, spread
 
@@ -62,7 +63,8 @@ def importance_weights(
         out of bounds), ``behavior_kl`` (k3 estimate of KL(rollout || trained)), ``log_prob_difference`` (absolute).
 
     Raises:
-        ValueError: unknown level or mode, or bounds out of order.
+        ValueError: unknown level or mode, bounds out of order, or log-probs that are not ``[T]``.
+        TypeError: ``response_mask`` is not bool.
 
     Example:
         >>> mask = torch.ones(2, dtype=torch.bool)
@@ -76,6 +78,7 @@ def importance_weights(
         raise ValueError(f"Expected mode to be 'truncate' or 'mask' but got {mode!r}.")
     if not 0 <= lower <= upper or not upper > 0:
         raise ValueError(f"Expected 0 <= lower <= upper and upper > 0 but got lower={lower} and upper={upper}.")
+    check_per_token(log_probs, response_mask, source="log_probs")
     token_delta = log_ratio(log_probs.detach(), rollout_log_probs, response_mask, limit=None)
     delta = token_delta
     if level != "token":

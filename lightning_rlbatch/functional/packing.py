@@ -12,12 +12,15 @@ Invariants (checked where a batch is made):
 4. Lengths are known on the host from construction on: no later call waits for a device.
 """
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_rlbatch.functional.packing_inputs import check_fields, padded_to_fields, samples_to_fields
@@ -304,13 +307,22 @@ class PackedBatch:
             padded[name][index] = value
         return padded | dict(self._per_sample)
 
-    def select(self, indices: Sequence[int] | Tensor) -> "PackedBatch":
+    def select(self, indices: Sequence[int] | Tensor | NDArray[Any]) -> "PackedBatch":
         """Return the samples at ``indices``, in that order; an index may repeat.
 
+        Args:
+            indices: Integers; or N bools, True for each sample to keep.
+
         Raises:
-            IndexError: An index outside ``0 .. N - 1``.
+            IndexError: An index outside ``0 .. N - 1``, or bools that are not N.
+            TypeError: Something else than integers.
         """
-        chosen = [int(index) for index in (indices.tolist() if isinstance(indices, Tensor) else indices)]
+        listed = indices.tolist() if isinstance(indices, (Tensor, np.ndarray)) else list(indices)
+        if listed and all(isinstance(entry, bool) for entry in listed):  # as numbers they would select samples 0 and 1
+            if len(listed) != self.num_samples:
+                raise IndexError(f"A mask of {len(listed)} bools does not fit the batch's {self.num_samples} samples.")
+            listed = [index for index, wanted in enumerate(listed) if wanted]
+        chosen = [operator.index(index) for index in listed]
         for index in chosen:
             if not 0 <= index < self.num_samples:
                 raise IndexError(f"Sample {index} does not exist: the batch has {self.num_samples} samples.")

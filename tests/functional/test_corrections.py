@@ -37,6 +37,11 @@ def slow_ratios(level):
     return out
 
 
+def test_an_importance_mask_of_numbers_is_refused_with_what_to_pass():
+    with pytest.raises(TypeError, match=r"Pass mask.bool\(\)"):
+        importance_weights(NEW, ROLLOUT, MASK.float(), CU_SEQLENS)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence-mean"])
 def test_truncated_weights_are_ratios_held_between_the_bounds(level):
     result = importance_weights(NEW, ROLLOUT, MASK, CU_SEQLENS, level=level, upper=2.0, lower=0.5)

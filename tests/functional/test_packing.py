@@ -82,6 +82,18 @@ def test_select_keeps_the_given_order_and_may_repeat():
         batch.select([3])
 
 
+def test_select_by_a_mask_keeps_what_is_true_and_fractions_are_refused():
+    batch = PackedBatch([0, 1, 3, 6], {"input_ids": torch.arange(6)})
+    for mask in (torch.tensor([True, False, True]), np.array([True, False, True]), [True, False, True]):
+        assert_same(batch.select(mask), batch.select([0, 2]))
+    assert_same(batch.select(np.array([2, 0])), batch.select([2, 0]))
+    assert batch.select(torch.zeros(3, dtype=torch.bool)).num_samples == 0
+    with pytest.raises(IndexError, match="A mask of 2 bools does not fit the batch's 3 samples"):
+        batch.select([True, False])
+    with pytest.raises(TypeError):
+        batch.select([0.5])
+
+
 def test_concat_of_selections_is_the_selection():
     batch = PackedBatch.from_samples(samples())
     parts = [batch.select([1]), PackedBatch.empty(batch.schema), batch.select([0, 2])]
