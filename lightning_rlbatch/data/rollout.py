@@ -229,7 +229,8 @@ class RolloutDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> "RolloutLoader":
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not isinstance(module, CollectsRollouts):
-            raise TypeError(f"RolloutDataModule needs a module with collect_rollouts, such as PPOModule, but got {type(module).__name__}.")
+            got = "got no Trainer yet: call trainer.fit(module, datamodule=data)" if module is None else f"got {type(module).__name__}"
+            raise TypeError(f"RolloutDataModule needs a module with collect_rollouts, such as PPOModule, but {got}.")
         check_critic_options(self.options, module)
         return RolloutLoader(self, module, dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True)))
 
