@@ -89,11 +89,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
         self.finish_saves()
         path = Path(self.broadcast(filepath)) if is_local(filepath) else filepath
         if not self._save_distributed_checkpoint:
-            if self.is_global_zero and self._may_save_in_background:
-                kept = snapshot(checkpoint)
-                self._start_save(path, lambda: self.checkpoint_io.save_checkpoint(kept, path, storage_options=storage_options))
-            elif self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            with fail_together(self._world_group, "writing a checkpoint"):  # the others would wait in Lightning's barrier behind it
+                if self.is_global_zero:
+                    self._save_file(checkpoint, path, storage_options)
             return
         if storage_options is not None or not isinstance(path, Path):
             raise ValueError(
@@ -119,7 +117,15 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if background is not None:
             self._start_save(path, write)
         else:
-            write()
+            with fail_together(self._world_group, "naming a checkpoint"):
+                write()
+
+    def _save_file(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None) -> None:
+        if self._may_save_in_background:
+            kept = snapshot(checkpoint)
+            self._start_save(path, lambda: self.checkpoint_io.save_checkpoint(kept, path, storage_options=storage_options))
+        else:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     # -- in the background -------------------------------------------------------------------------------------------------------
 

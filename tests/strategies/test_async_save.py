@@ -133,6 +133,25 @@ def test_a_write_that_fails_in_the_background_ends_all_ranks_and_keeps_the_older
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
 
 
+def test_a_checkpoint_that_rank_zero_cannot_write_is_an_error_of_all_ranks_in_step(tmp_path):
+    (tmp_path / "no folder").touch()
+
+    def main(rank, size):
+        errors = []
+        for sharded in (False, True):
+            plan = RLBatchFSDPStrategy(save_distributed_checkpoint=sharded)
+            trainer = make_trainer(size, plan, max_epochs=1, callbacks=[linked(tmp_path / "no folder" / "run")], enable_checkpointing=True)
+            try:
+                trainer.fit(sft(), datamodule=sft_data())
+            except RuntimeError as error:
+                errors.append((str(error), plan.collectives_are_lost))
+        return errors
+
+    for errors in on_ranks(main):
+        assert len(errors) == 2
+        assert all("step=1.ckpt could not be written (NotADirectoryError" in text and not lost for text, lost in errors)
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
 def test_an_error_while_a_checkpoint_is_being_written_lets_it_become_complete(sharded, tmp_path):
     def main(rank, size):
