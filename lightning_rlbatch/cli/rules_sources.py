@@ -1,10 +1,13 @@
 """Rules about what a configuration names outside itself: files, models, functions."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_rlbatch.cli.findings import Findings, refused
+import lightning_rlbatch
+from lightning_rlbatch.cli.findings import Findings, note, refused
 from lightning_rlbatch.cli.imports import import_problem, is_import_path, module_exists
 from lightning_rlbatch.cli.run_config import RunConfig
 
@@ -30,6 +33,45 @@ def check_sources(run: RunConfig) -> Findings:
         problem = import_problem(path)
         if problem is not None:
             yield refused(option, text=f"`{option}`: class_path {path}: {_ended(problem)}")
+    yield from _check_short_names(run)
+    yield from _check_positions(run)
+
+
+def _check_short_names(run: RunConfig) -> Findings:
+    """Find classes named without their module that are nearly ours; a class of the user's own may be named so, once imported."""
+    package = Path(lightning_rlbatch.__file__).parent
+    for name in (*_HOLD_A_CLASS, "rollout_engine"):
+        value = run.model.given.get(name)
+        path = value.get("class_path") if isinstance(value, dict) else value
+        if not isinstance(path, str) or not path.isidentifier():
+            continue
+        files = package.glob("rollout/engine_config.py" if name == "rollout_engine" else "functional/*.py")
+        ours = {found for file in files for found in re.findall(r"^class ([A-Z]\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)}
+        near = sorted(found for found in ours if found.lower().startswith(path.lower()))
+        if near and path not in ours:
+            yield refused(name, text=f"`{name}`: there is no class {path}. Did you mean {' or '.join(near)}?")
+
+
+def _check_positions(run: RunConfig) -> Findings:
+    """Compare the longest sample with the positions that the policy was made for, where its folder tells."""
+    source, longest, response = run.model.given.get("policy"), run.longest_sample, run.data.number("max_response_length")
+    file = Path(source) / "config.json" if isinstance(source, str) else None
+    if file is None or not file.is_file() or longest is None or response is None or run.kind != "rollouts":
+        return
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return  # transformers says what is wrong with it
+    limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    if not isinstance(limit, int) or longest <= limit:
+        return
+    names = ("max_prompt_length", "max_response_length")
+    text = (
+        f"The policy has {limit} positions (max_position_embeddings) but a sample may have {longest} tokens (max_prompt_length="
+        f"{longest - response} + max_response_length={response}): a prompt of more than {limit - response} tokens would be refused."
+        " Lower max_prompt_length or max_response_length."
+    )
+    yield refused(*names, text=text) if response >= limit else note(*names, text=text)
 
 
 def _check_prompts(name: str, source: Any) -> Findings:

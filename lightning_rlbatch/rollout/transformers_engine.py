@@ -234,8 +234,9 @@ class TransformersEngine:
             limit = request.limit(sampling)
             if self.max_length is not None and len(prompt) + limit > self.max_length:
                 raise ValueError(
-                    f"Prompt {index} has {len(prompt)} tokens and max_new_tokens is {limit}, together more than the "
-                    f"{self.max_length} positions of the model (max_position_embeddings). Lower max_new_tokens or drop the prompt."
+                    f"Prompt {index} has {len(prompt)} tokens and max_new_tokens is {limit}, together more than the {self.max_length}"
+                    " positions of the model (max_position_embeddings). Lower max_new_tokens (`max_response_length` of the data), or drop"
+                    " the prompt."
                 )
         if any(not 0 <= token < self.vocab_size for token in sampling.stop_token_ids):
             raise ValueError(f"stop_token_ids {sampling.stop_token_ids} must lie in the model's vocabulary, 0 to {self.vocab_size - 1}.")

@@ -167,3 +167,31 @@ def test_a_reader_that_goes_away_early_is_no_error(tmp_path):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "meant"),
+    [
+        ("policy_loss", "Gspo", "GSPO"),
+        ("advantage", {"class_path": "grpo"}, "GRPO"),
+        ("rollout_engine", "vllm", "VLLMEngineConfig"),
+        ("advantage", "passatk", "PassAtK or PassAtKTraining"),
+    ],
+)
+def test_a_short_name_that_is_nearly_one_of_ours_is_refused_with_the_right_one(option, value, meant):
+    texts = refused(config(model={option: value}))
+    assert any(text.startswith(f"`{option}`: there is no class ") and text.endswith(f"Did you mean {meant}?") for text in texts)
+
+
+def test_a_short_name_that_is_ours_or_the_users_own_is_not_refused():
+    assert refused(config(model={"policy_loss": "GSPO", "advantage": "MyOwnAdvantage"})) == []
+
+
+@pytest.mark.parametrize(("positions", "level"), [(20, "refused"), (60, "note"), (1000, None)])
+def test_samples_longer_than_the_positions_of_the_policy_are_told(positions, level, tmp_path):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    content = config(model={"policy": "policy"}, data={"max_prompt_length": 40, "max_response_length": 24})
+    found = [finding for finding in explain(run_config(content)).findings if "max_position_embeddings" in finding.text]
+    assert [finding.level for finding in found] == ([] if level is None else [level])
+    assert all("(max_prompt_length=40 + max_response_length=24)" in finding.text for finding in found)
