@@ -132,6 +132,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.val_rollouts_per_prompt = val_rollouts_per_prompt
         self.seed = seed
         self._run_seed = 0
+        self._restored_seed: int | None = None  # a checkpoint may be loaded before setup
         self.position = Position()
         self._train: PromptBatch | None = None
         self._val: PromptBatch | None = None
@@ -142,7 +143,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if self._train is not None:
             return
         group = None if self.trainer is None else meshes_of(self.trainer).world_group
-        self._run_seed = run_seed(self.seed, group)
+        self._run_seed = run_seed(self._restored_seed if self.seed is None else self.seed, group)
         with fail_together(group, "reading prompts"):
             self.tokenizer = load_tokenizer(self.tokenizer_source)
             self._check_budget()
@@ -259,10 +260,13 @@ class RolloutDataModule(pl.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.position = Position(iteration=state_dict["iteration"], mini_batch=state_dict["mini_batch"])
-        if self.seed is None:
-            self._go_on_with(state_dict.get("seed", self._run_seed))
-        before = {"seed": state_dict.get("seed", self._run_seed), **state_dict.get("sizes", {})}
-        now = {"seed": self._run_seed, **self._sizes()}
+        if self.seed is None and "seed" in state_dict:
+            self._restored_seed = state_dict["seed"]
+            self._go_on_with(state_dict["seed"])
+        now = {"seed": self._run_seed if self.seed is None else self.seed, **self._sizes()}
+        before = {"seed": state_dict.get("seed", now["seed"]), **state_dict.get("sizes", {})}
+        if self._train is None:
+            before.pop("num_prompts", None)  # not read yet
         changed = [f"{name} was {old} and is {now[name]}" for name, old in before.items() if now[name] != old]
         if changed and self.position.mini_batch:
             raise ValueError(

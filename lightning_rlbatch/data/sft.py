@@ -121,6 +121,7 @@ class SFTDataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self._run_seed = 0
+        self._restored_seed: int | None = None  # a checkpoint may be loaded before setup
         self._loaded: dict[str, tuple[Any, list[int], list[int]]] = {}
         self._train_sampler: TokenBudgetSampler | None = None
         self._restored: dict[str, int] | None = None
@@ -129,7 +130,7 @@ class SFTDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         NoValidation.refuse(stage, self.val_source, "val_dataset")
         group = None if self.trainer is None else meshes_of(self.trainer).world_group
-        self._run_seed = run_seed(self.seed, group)
+        self._run_seed = run_seed(self._restored_seed if self.seed is None else self.seed, group)
         for name, source in (("train", self.train_source), ("val", self.val_source)):
             if source is not None and name not in self._loaded:
                 with fail_together(group, f"reading {name}_dataset"):
@@ -195,10 +196,10 @@ class SFTDataModule(pl.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
-        before = state_dict.get("seed", self._run_seed)
         if self.seed is None:
-            self._run_seed = before
-        elif self.seed != before and state_dict.get("position"):
+            self._restored_seed = state_dict.get("seed")
+            self._run_seed = state_dict.get("seed", self._run_seed)
+        elif self.seed != (before := state_dict.get("seed", self.seed)) and state_dict.get("position"):
             rank_zero_warn(
                 f"Resuming inside an epoch with seed={self.seed} where it was {before}: some samples come twice, others not at all."
             )

@@ -60,3 +60,18 @@ def test_resuming_with_another_order_of_prompts_says_so_and_inside_an_iteration_
             run(ppo(), rollouts(seed=1, mini_batch_size=1), size, max_epochs=2, ckpt_path=path)
 
     run_distributed(main, 1, init_process_group=False)
+
+
+def test_a_state_that_is_loaded_before_the_prompts_are_read_keeps_its_seed_and_raises_nothing():
+    seed_everything(3, verbose=False)
+    first = rollouts()
+    first.setup("fit")
+    state = {**first.state_dict(), "mini_batch": 1}
+    seed_everything(4, verbose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = rollouts()
+        second.load_state_dict(state)
+        second.setup("fit")
+    assert second.state_dict() == state
+    assert second.mini_batches_of(2) == first.mini_batches_of(2)
