@@ -12,6 +12,12 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed before any fixture is made: data modules without a seed take torch's, which otherwise is another in every process."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked ``cuda`` on machines without a GPU."""
     if torch.cuda.is_available():

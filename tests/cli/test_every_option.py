@@ -85,9 +85,9 @@ MODULES = {
 DATA = {
     "RolloutDataModule": {
         "train_prompts": rows("a bc d efg"), "tokenizer": Letters, "train_batch_size": 4, "mini_batch_size": 2, "rollouts_per_prompt": 3,
-        "max_tokens_per_rank": 30, "max_prompt_length": 4, "max_response_length": 8,
+        "max_tokens_per_rank": 38, "max_prompt_length": 4, "max_response_length": 16, "seed": 0,
     },
-    "SFTDataModule": {"train_dataset": Samples(), "mini_batch_size": 4, "max_tokens_per_rank": 20},
+    "SFTDataModule": {"train_dataset": Samples(), "mini_batch_size": 4, "max_tokens_per_rank": 20, "seed": 0},
 }  # fmt: skip
 
 KL = {"kl_coefficient": 0.5}
@@ -155,7 +155,7 @@ TRIED = {
         "mini_batch_size": {"mini_batch_size": 4},
         "rollouts_per_prompt": {"rollouts_per_prompt": 2},
         "ppo_epochs": {"ppo_epochs": 2},
-        "max_tokens_per_rank": {"max_tokens_per_rank": 17},
+        "max_tokens_per_rank": {"max_tokens_per_rank": 21},
         "micro_batch_size": STATIC,
         "log_prob_max_tokens_per_rank": {"log_prob_max_tokens_per_rank": 100},
         "log_prob_micro_batch_size": {"log_prob_micro_batch_size": 4, **STATIC},
