@@ -92,10 +92,13 @@ class TokenScorer(nn.Module):
         RuntimeError: The model is attached already, or failed the probe; its logits are not a multiple of its LM head's output.
 
     Example:
-        >>> scorer = TokenScorer(AutoModelForCausalLM.from_pretrained(name), value_head=True)  # doctest: +SKIP
-        >>> scores = scorer(batch, with_entropy=True, with_values=True)  # doctest: +SKIP
-        >>> scores.log_probs.shape == batch["input_ids"].shape  # doctest: +SKIP
-        True
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> scorer = TokenScorer(AutoModelForCausalLM.from_config(config), value_head=True)
+        >>> batch = PackedBatch([0, 3, 5], {"input_ids": torch.tensor([7, 8, 9, 5, 6])})
+        >>> scores = scorer(batch, with_entropy=True, with_values=True)
+        >>> (scores.log_probs < 0).tolist(), scores.values.tolist()
+        ([False, True, True, False, True], [0.0, 0.0, 0.0, 0.0, 0.0])
     """
 
     def __init__(
