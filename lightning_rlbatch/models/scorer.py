@@ -22,6 +22,7 @@ from lightning_rlbatch.distributed.ulysses import gather_sequence, shard_sequenc
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.attention import PackedAttention, attach_packed_attention
 from lightning_rlbatch.models.attention_backends import Backend
+from lightning_rlbatch.models.output_heads import logit_adjustments, make_value_head, output_embeddings
 from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
 from lightning_rlbatch.models.probe import check_soft_cap, has_whole_weights, probe_lm_head
 from lightning_rlbatch.models.scored_positions import ScoredPositions
@@ -40,28 +41,6 @@ class TokenScores(NamedTuple):
     log_probs: Tensor | None
     entropy: Tensor | None
     values: Tensor | None
-
-
-class ValueHead(nn.Linear):
-    """One linear output on the hidden state, computed in fp32 whatever the dtype of its weight.
-
-    It starts at zero: the first values are 0, and every rank starts alike without agreeing on a seed.
-    """
-
-    def __init__(self, hidden_size: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__(hidden_size, 1, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Set weight and bias to zero."""
-        nn.init.zeros_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden states [n, h] to values [n], fp32 (fp64 for fp64 states)."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).squeeze(-1)
 
 
 class TokenScorer(nn.Module):
@@ -125,7 +104,7 @@ class TokenScorer(nn.Module):
         self.positions = ScoredPositions(sp_group)
         self.head_memory_mib = head_memory_mib
         self.logit_scale, self.softcap = logit_adjustments(model)
-        self.value_head = _make_value_head(model) if value_head else None
+        self.value_head = make_value_head(model) if value_head else None
         self.attention: PackedAttention | None = None
         if remove_padding:
             self.attention = attach_packed_attention(model, sp_group=sp_group, backend=attention_backend, probe=probe)
@@ -154,7 +133,7 @@ class TokenScorer(nn.Module):
     @property
     def lm_head(self) -> nn.Module | None:
         """The module that turns hidden states into logits."""
-        return _output_embeddings(self.model)
+        return output_embeddings(self.model)
 
     def forward(
         self,
@@ -275,36 +254,3 @@ class TokenScorer(nn.Module):
         local = column.new_zeros(scored.shape[0]).index_copy(0, sources, torch.where(scored[sources], column, 0.0))
         everywhere = gather_sequence(local, self.sp_group, num_tokens)
         return torch.cat([everywhere.new_zeros(1), everywhere[:-1]])
-
-
-def logit_adjustments(model: PreTrainedModel) -> tuple[float, float | None]:
-    """Return the factor on the LM head's output and the bound of its soft cap, as the model's family defines them.
-
-    Args:
-        model: A transformers model.
-
-    Returns:
-        ``(logit_scale, softcap)``: Cohere multiplies by ``logit_scale``, Granite divides and HyperCLOVA X multiplies by
-        ``logits_scaling``, Falcon-H1 multiplies by ``lm_head_multiplier``; Gemma 2 and its kin cap at ``final_logit_softcapping``.
-    """
-    config = model.config.get_text_config()
-    scale = 1.0
-    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
-        scale *= float(getattr(config, name, None) or 1.0)
-    if getattr(config, "logits_scaling", None):
-        multiplies = "hyperclovax" in config.model_type
-        scale *= config.logits_scaling if multiplies else 1.0 / config.logits_scaling
-    return scale, getattr(config, "final_logit_softcapping", None)
-
-
-def _output_embeddings(model: PreTrainedModel) -> nn.Module | None:
-    untyped: Any = model  # transformers leaves the method without annotations
-    return cast(nn.Module | None, untyped.get_output_embeddings())
-
-
-def _make_value_head(model: PreTrainedModel) -> ValueHead:
-    parameter = next(model.parameters())
-    head: Any = _output_embeddings(model)
-    # The size after the last norm, which some models project to another size than the embeddings'.
-    hidden_size = head.weight.shape[1] if head is not None else model.config.get_text_config().hidden_size
-    return ValueHead(hidden_size, device=parameter.device, dtype=parameter.dtype)

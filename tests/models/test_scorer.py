@@ -8,8 +8,9 @@ from tiny_models import checkpoint_layers
 from torch import Tensor, nn
 
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.models.output_heads import ValueHead
 from lightning_rlbatch.models.scored_positions import shift_to_sources
-from lightning_rlbatch.models.scorer import TokenScorer, ValueHead
+from lightning_rlbatch.models.scorer import TokenScorer
 
 VOCABULARY = 50
 SIZES: dict[str, Any] = {
