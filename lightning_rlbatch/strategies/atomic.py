@@ -140,6 +140,22 @@ def save_file(content: Any, path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def save_bytes(content: bytes, path: Path) -> None:
+    """Write a file in one step: it has its name when all of it is on disk.
+
+    Args:
+        content: What to write.
+        path: File to write.
+    """
+    new = beside(path, "new")
+    with new.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    _sync(path.parent)
+
+
 def sync_folder(path: Path) -> None:
     """Wait until the files of a folder are on disk.
 

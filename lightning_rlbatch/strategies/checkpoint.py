@@ -22,6 +22,7 @@ from lightning_rlbatch.strategies.sharded import (
     METADATA,
     load_sharded_state,
     save_sharded_state,
+    sharded_metadata,
     sharded_model_state,
     sharded_optimizer_state,
 )
@@ -98,15 +99,16 @@ class CheckpointingStrategy(ModelParallelStrategy):
                 f"A sharded checkpoint is a folder of a local or shared file system, without storage_options, but got {filepath!r}."
                 " Pass save_distributed_checkpoint=False to write one file anywhere."
             )
-        new = beside(path, "new")
+        new, metadata = beside(path, "new"), None
         with fail_together(self._world_group, "making the folder of a checkpoint"):  # all ranks write into it
             if self.is_global_zero:
                 with writing(path, new):
                     discard(new)
                     new.mkdir(parents=True)
+                    metadata = sharded_metadata(checkpoint)
         background = self._save_group if self._may_save_in_background else None
         with writing(path, new):
-            finish = save_sharded_state(checkpoint, new, is_coordinator=self.is_global_zero, background=background)
+            finish = save_sharded_state(checkpoint, new, metadata, background=background)
 
         def write() -> None:
             with writing(path, new):

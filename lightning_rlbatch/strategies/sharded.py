@@ -1,5 +1,6 @@
 """Save and load states as a folder with one file per rank, through ``torch.distributed.checkpoint``."""
 
+import io
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_rlbatch.strategies.atomic import reading, save_file, sync_folder
+from lightning_rlbatch.strategies.atomic import reading, save_bytes, sync_folder
 from lightning_rlbatch.strategies.state import check_names, param_groups, parameters_by_id, reshard
 
 METADATA = "meta.pt"  # the name under which Lightning's own tools (consolidate_checkpoint) look for it
@@ -52,32 +53,40 @@ def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str
     return {"state": state, "other_state": other, "param_groups": param_groups(optimizer)}
 
 
+def sharded_metadata(checkpoint: Mapping[str, Any]) -> bytes:
+    """Return what all ranks hold of a checkpoint, as the content of its metadata file: training cannot change it any more.
+
+    Args:
+        checkpoint: A Lightning checkpoint whose states come from the functions above.
+    """
+    extra = {name: value for name, value in checkpoint[_MODEL].items() if not isinstance(value, Tensor)}
+    optimizers = [{key: value for key, value in state.items() if key != "state"} for state in checkpoint.get("optimizer_states", [])]
+    rest = {key: value for key, value in checkpoint.items() if key != _MODEL}
+    content = io.BytesIO()
+    torch.save({**rest, _EXTRA: extra, "optimizer_states": optimizers}, content)
+    return content.getvalue()
+
+
 def save_sharded_state(
-    checkpoint: dict[str, Any], folder: Path, *, is_coordinator: bool, background: dist.ProcessGroup | None = None
+    checkpoint: Mapping[str, Any], folder: Path, metadata: bytes | None, *, background: dist.ProcessGroup | None = None
 ) -> Callable[[], None]:
     """Write a checkpoint into an empty folder; collective.
+
+    The metadata file comes last: a folder that has one is complete, whatever ended the process that wrote it.
 
     Args:
         checkpoint: A Lightning checkpoint whose states come from the functions above.
         folder: Exists on every rank.
-        is_coordinator: True on the one rank that writes what all ranks hold.
+        metadata: From :func:`sharded_metadata` on the one rank that writes it, None on the others.
         background: None writes before returning. A group of all ranks for host memory that nobody else uses copies the tensors and
             writes them in a thread, so that training may go on.
 
     Returns:
-        Waits until all ranks have written, and the coordinator's files are on disk; may be called in any thread.
+        Waits until all ranks have written, and the metadata file and its rank's other files are on disk; may be called in any thread.
     """
-    rest = dict(checkpoint)
-    tensors: dict[str, Any] = {_MODEL: {}}
-    extra: dict[str, Any] = {}
-    for name, value in rest.pop(_MODEL).items():
-        (tensors[_MODEL] if isinstance(value, Tensor) else extra)[name] = value
-    optimizers = []
-    for index, optimizer in enumerate(rest.pop("optimizer_states", [])):
+    tensors: dict[str, Any] = {_MODEL: {name: value for name, value in checkpoint[_MODEL].items() if isinstance(value, Tensor)}}
+    for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         tensors[f"optimizer_{index}"] = {"state": optimizer["state"]}
-        optimizers.append({key: value for key, value in optimizer.items() if key != "state"})
-    if is_coordinator:
-        save_file({**rest, _EXTRA: extra, "optimizer_states": optimizers}, folder / METADATA)
     writing = None
     if background is None:
         save(tensors, checkpoint_id=str(folder))
@@ -87,8 +96,9 @@ def save_sharded_state(
     def finish() -> None:
         if writing is not None:
             writing.result()
-        if is_coordinator:
+        if metadata is not None:
             sync_folder(folder)
+            save_bytes(metadata, folder / METADATA)
 
     return finish
 

@@ -1,7 +1,7 @@
 """Gather the states of sharded models and optimizers into ordinary tensors, and scatter them again."""
 
 from collections.abc import Iterator, Mapping, Set
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+
+from lightning_rlbatch.distributed.whole import whole_tensor
 
 
 def reshard(module: nn.Module) -> None:
@@ -29,11 +31,10 @@ def gathered(tensor: Tensor, *, keep: bool) -> Tensor | None:
         tensor: Sharded or not.
         keep: False takes part in the gathering and returns None, so that one rank alone needs the memory.
     """
-    if isinstance(tensor, DTensor):
-        own_device = tensor.device_mesh.device_type  # where the mesh's backend communicates; offloaded shards lie elsewhere
-        moved = tensor if tensor.device.type == own_device else cast(DTensor, tensor.to(own_device))
-        tensor = moved.full_tensor()
-    return tensor.detach().cpu().clone() if keep else None
+    whole = whole_tensor(tensor)
+    if not keep:
+        return None
+    return whole.cpu() if isinstance(tensor, DTensor) else whole.cpu().clone()
 
 
 def full_model_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
