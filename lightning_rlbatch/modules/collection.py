@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +57,8 @@ class RolloutCollector:
         with scoring_context(module):
             with self._timed("sync_weights"):
                 sync_weights(module)
-            rollouts = self._sample()
+            with asleep_after_errors(module):
+                rollouts = self._sample()
             if module.reward_scorer is not None:
                 with self._timed("reward_model"):
                     add_model_rewards(module, rollouts, options)
@@ -162,8 +163,24 @@ def sync_weights(module: "PPOCollection") -> None:
         module: The PPO module, its policy sharded or not.
     """
     engine = module.rollout_engine
-    engine.wake()
-    engine.update_weights(full_parameters(module.policy.model, merge_adapters=getattr(engine, "merges_adapters", False)))
+    with asleep_after_errors(module):
+        engine.wake()
+        engine.update_weights(full_parameters(module.policy.model, merge_adapters=getattr(engine, "merges_adapters", False)))
+
+
+@contextmanager
+def asleep_after_errors(module: "PPOCollection") -> Iterator[None]:
+    """Let the module's engine sleep if what samples with it fails or is stopped: the process may go on, and wants the memory.
+
+    Args:
+        module: The PPO module.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):  # the error to be told is the first one
+            module.rollout_engine.sleep()
+        raise
 
 
 def rollout_sums(names: Sequence[str], rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.reductions import gather_strings
+from lightning_rlbatch.modules.collection import asleep_after_errors
 from lightning_rlbatch.modules.sampling import RolloutSampler
 from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.modules.turns import texts
@@ -29,7 +30,7 @@ def generate_completions(module: "PPOCollection", prompts: PromptBatch, stream: 
         ``completions`` (texts, or messages), ``completion_ids`` (tokens) and ``finish_reasons`` (``"stop"`` or ``"length"``).
     """
     sampler = RolloutSampler(module, prompts, stream, "Predictions")
-    with scoring_context(module):
+    with scoring_context(module), asleep_after_errors(module):
         responses = sampler.responses(sampler.own, module.sampling(prompts, temperature=module.validation_temperature), stream)
     group = module.meshes.world_group
     with fail_together(group, "decoding"):  # by the user's tokenizer, and messages of an environment may be anything

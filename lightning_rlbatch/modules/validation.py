@@ -10,7 +10,7 @@ from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.distributed.reductions import all_gather_rows
 from lightning_rlbatch.functional.pass_at_k import best_of_k
-from lightning_rlbatch.modules.collection import VALIDATION_STREAM, add_model_rewards, reward_metrics, rollout_sums
+from lightning_rlbatch.modules.collection import VALIDATION_STREAM, add_model_rewards, asleep_after_errors, reward_metrics, rollout_sums
 from lightning_rlbatch.modules.sampling import Rollout, RolloutSampler
 from lightning_rlbatch.modules.scoring_context import scoring_context
 
@@ -32,7 +32,7 @@ def evaluate_prompts(module: "PPOCollection", prompts: PromptBatch, batch_index:
         Sums to add over batches and ranks; the same names on every rank.
     """
     sampler = RolloutSampler(module, prompts, VALIDATION_STREAM + batch_index, "Validation rollouts")
-    with scoring_context(module):
+    with scoring_context(module), asleep_after_errors(module):
         rollouts = sampler.sample(module.sampling(prompts, temperature=module.validation_temperature))
         if module.reward_scorer is not None:
             add_model_rewards(module, rollouts, _options(module))

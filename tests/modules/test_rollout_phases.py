@@ -60,6 +60,39 @@ def test_the_engine_sleeps_while_the_policy_is_scored_and_updated():
     assert run_distributed(fn, 1, init_process_group=False) == [2 * (training + validation)]
 
 
+def test_the_engine_sleeps_after_an_error_as_well():
+    def fail(*args, **options):
+        raise OSError("the first error")
+
+    class Breaking(NotingPPO):
+        phase = ""
+
+        def build_engine(self, model):
+            engine = NotingEngine()
+            if self.phase != "rewards":
+                setattr(engine, self.phase, fail)
+            return engine
+
+        def compute_rewards(self, **told):
+            return fail()
+
+    def fn(rank, world_size):
+        seen = {}
+        for call, phases in {"fit": 3, "validate": 3, "predict": 2}.items():  # predictions are not rewarded
+            for phase in ("update_weights", "generate", "rewards")[:phases]:
+                module = Breaking(tiny_llama, [varied_reward])
+                module.phase = phase
+                trainer = make_trainer(world_size, "auto", max_epochs=1, limit_val_batches=1.0, num_sanity_val_steps=0)
+                with pytest.raises(OSError, match="the first error"):
+                    getattr(trainer, call)(module, datamodule=data_module(val_prompts=lambda: prompts("a")))
+                seen[call, phase] = module.rollout_engine.calls
+        return seen
+
+    (seen,) = run_distributed(fn, 1, init_process_group=False)
+    for calls in seen.values():
+        assert (calls[0], calls[-1], calls.count("sleep")) == ("wake", "sleep", 1)
+
+
 def random_llama():
     """Other weights at every call."""
     return LlamaForCausalLM(tiny_llama().config)
