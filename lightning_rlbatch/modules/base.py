@@ -25,6 +25,7 @@ from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.gradient_norm import total_norm
 from lightning_rlbatch.modules.hyperparameters import hyperparameters
+from lightning_rlbatch.modules.sharded_loading import LoadsShardedCheckpoints
 from lightning_rlbatch.modules.step_sums import accumulate, ratios
 from lightning_rlbatch.modules.stop_hooks import StopsTogether
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
@@ -61,7 +62,7 @@ class MicroBatchOutput:
 MicroBatchStep = Callable[[PackedBatch, Denominators], MicroBatchOutput]
 
 
-class RLBatchModule(StopsTogether):
+class RLBatchModule(LoadsShardedCheckpoints, StopsTogether):
     """Run the micro-batches of a mini-batch, then one optimizer step: one Lightning batch = one ``global_step``.
 
     A subclass builds its models in :meth:`build_models` and defines :meth:`micro_batch_step`. The gradient is the same

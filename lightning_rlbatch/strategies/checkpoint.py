@@ -21,6 +21,7 @@ from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.sharded import (
     METADATA,
     load_sharded_state,
+    read_meta,
     save_sharded_state,
     sharded_metadata,
     sharded_model_state,
@@ -199,8 +200,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         strict, optimizers = self.lightning_module.strict_loading, self.optimizers
         weights_only = self.load_weights_only if weights_only is None else weights_only
         if isinstance(path, Path) and (path / METADATA).is_file():
-            with reading(path):
-                meta: dict[str, Any] = torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
+            meta = read_meta(path, weights_only=weights_only)
             self._require_optimizer_states(meta, path)
             load_sharded_state(path, self.model, optimizers, meta, strict=strict)
             return meta

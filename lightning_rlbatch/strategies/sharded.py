@@ -1,7 +1,8 @@
 """Save and load states as a folder with one file per rank, through ``torch.distributed.checkpoint``."""
 
 import io
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -139,6 +140,55 @@ def load_sharded_state(folder: Path, module: nn.Module, optimizers: list[Optimiz
         optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
     if extra := meta.get(_EXTRA):
         module.load_state_dict(extra, strict=False)
+
+
+def read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    """Return what all ranks held of a checkpoint: everything but tensors of models and optimizers.
+
+    Args:
+        folder: What :func:`save_sharded_state` wrote.
+        weights_only: False trusts other objects than tensors and plain values.
+
+    Raises:
+        RuntimeError: It is damaged.
+    """
+    with reading(folder):
+        meta: dict[str, Any] = torch.load(folder / METADATA, map_location="cpu", weights_only=weights_only)
+        return meta
+
+
+def outline(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint like that of one file, whose tensors have their names, shapes and dtypes but neither values nor memory.
+
+    Args:
+        folder: What :func:`save_sharded_state` wrote.
+        meta: Its metadata.
+    """
+    with reading(folder):
+        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        key.removeprefix(f"{_MODEL}."): torch.zeros((), dtype=entry.properties.dtype).expand(entry.size)
+        for key, entry in stored.items()
+        if key.startswith(f"{_MODEL}.") and isinstance(entry, TensorStorageMetadata)
+    }
+    return {**meta, _MODEL: state | meta.get(_EXTRA, {})}
+
+
+def fill_alone(folder: Path, state: Mapping[str, Any], names: Set[str]) -> None:
+    """Read tensors of a model in place, in this process alone, whatever ranks wrote them.
+
+    Args:
+        folder: What :func:`save_sharded_state` wrote.
+        state: A module's state dict; whole tensors.
+        names: Those of its tensors that the folder has.
+
+    Raises:
+        RuntimeError: The folder is damaged.
+    """
+    wanted = {f"{_MODEL}.{name}": value.detach() for name, value in state.items() if name in names and isinstance(value, Tensor)}
+    with reading(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
+        load(wanted, checkpoint_id=str(folder), no_dist=True)
 
 
 def _optimizer_keys(stored: Mapping[str, Any], prefix: str, names: set[str]) -> dict[str, dict[str, str]]:

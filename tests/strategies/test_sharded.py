@@ -2,13 +2,19 @@
 
 import resource
 import signal
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_rlbatch.functional import GAE
+from lightning_rlbatch.modules import PPOModule, SFTModule
+from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.strategies.sharded import METADATA, save_sharded_state, sharded_metadata
 from lightning_rlbatch.testing import run_distributed
+from tests.helpers import length_reward, tiny_llama
+from tests.strategies.runs import adamw, rollouts, run
 
 
 def save_a_matrix(folder, in_background, limit=None, change=None):
@@ -40,3 +46,32 @@ def test_metadata_is_of_the_moment_of_saving(in_background, tmp_path):
     save_a_matrix(tmp_path, in_background)
     meta = torch.load(tmp_path / METADATA, weights_only=True)
     assert meta == {"epoch": 3, "loops": {"step": 1}, "extra_state": {"extra": {"kept": 1}}, "optimizer_states": []}
+
+
+def tied_llama():
+    return tiny_llama(tied=True)
+
+
+def test_load_from_checkpoint_makes_the_module_from_a_folder_in_one_process(tmp_path):
+    path = tmp_path / "folder.ckpt"
+
+    def main(rank, size):
+        module = PPOModule(tied_llama, [length_reward], critic="shared", advantage=GAE(), optimizer=adamw, kl_coefficient=0.1)
+        strategy = RLBatchFSDPStrategy(save_distributed_checkpoint=True)
+        return run(module, rollouts(), size, strategy=strategy, max_epochs=1, save_to=str(path))["parameters"]
+
+    expected = run_distributed(main, 2, init_process_group=False)[0]
+    with warnings.catch_warnings():
+        # Lightning hands the description to jsonargparse in a form that this one has deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = PPOModule.load_from_checkpoint(path)
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*policy\.value_head"):
+            SFTModule.load_from_checkpoint(path)
+        next(path.glob("*.distcp")).unlink()
+        with pytest.raises(RuntimeError, match=r"folder\.ckpt is no checkpoint, or a damaged one"):
+            PPOModule.load_from_checkpoint(path)
+    own = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[name], value) for name, value in expected.items())
+    assert module.policy.model.lm_head.weight is module.policy.model.model.embed_tokens.weight
+    assert module.kl_coefficient == 0.1
