@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_rlbatch.cli.translations import translate
+
 _SHORT = {"-c": "--config"}
 
 
 class ConfigFileError(ValueError):
     """A configuration that cannot be read at all; the message says which file or argument, and what to do."""
+
+
+class UnexpectedArgumentError(ConfigFileError):
+    """An argument that LightningCLI would not take either."""
 
 
 # YAML 1.2 numbers: `1e-3` is a float, as LightningCLI reads it, where PyYAML sees text.
@@ -71,7 +77,10 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
     for argument in rest:
         name, equals, value = _SHORT.get(argument, argument).partition("=")
         if not name.startswith("--"):
-            raise ConfigFileError(f"Expected an option that begins with -- but got {argument!r}.")
+            meant = translate(name, value) if equals else None
+            raise UnexpectedArgumentError(
+                f"Expected an option that begins with -- but got {argument!r}." + (f" {meant}" if meant is not None else "")
+            )
         if not equals:
             following = next(rest, None)
             if following is None:

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
+from lightning_rlbatch.cli.config_file import ConfigFileError, UnexpectedArgumentError, read_config
 from lightning_rlbatch.cli.explanation import check
 from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.run_config import run_config
@@ -65,6 +65,9 @@ def _refuse_before_loading(arguments: list[str]) -> None:
     """Report all errors of a configuration at once, before a class is imported or a model loaded."""
     try:
         findings = check(run_config(read_config(arguments)))
+    except UnexpectedArgumentError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
     except ConfigFileError:
         return  # LightningCLI reads more forms than we do, and reports what it cannot read
     errors = [finding.text for finding in findings if finding.level == "refused"]

@@ -13,6 +13,7 @@ from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.lengths import read_lengths
 from lightning_rlbatch.cli.plan_numbers import make_plan, measure, sweep
 from lightning_rlbatch.cli.plan_tables import show_iterations, show_methods, show_sweep
+from lightning_rlbatch.cli.rules_names import refuse_unknown_names
 from lightning_rlbatch.cli.run_config import RunConfig, run_config
 from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT
 
@@ -138,7 +139,9 @@ def complete(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.config:
         files = [part for path in options.config for part in ("--config", path)]
         config = read_config([*files, *overrides])
-        known = _of_run(run_config(config))
+        run = run_config(config)
+        refuse_unknown_names(run)
+        known = _of_run(run)
         if known["seed"] is None and isinstance(config.get("seed_everything"), int):
             known["seed"] = config["seed_everything"]
     # A cap on the command line replaces the configuration's, whichever of the two that sets.

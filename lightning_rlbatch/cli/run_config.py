@@ -69,7 +69,7 @@ class RunConfig:
         data: The DataModule.
         strategy: The Trainer's strategy; ``class_path`` also holds a name such as ``rlbatch_fsdp``.
         trainer: Trainer options that are set.
-        others: Other top-level keys.
+        others: Keys that are in none of the sections, with their values; those within a section by their path, ``data.seed``.
         world_size: Number of ranks; None if only the machine knows (``devices: auto``).
     """
 
@@ -77,7 +77,7 @@ class RunConfig:
     data: Section
     strategy: Section
     trainer: Section
-    others: tuple[str, ...]
+    others: dict[str, Any]
     world_size: int | None
 
     @property
@@ -139,7 +139,7 @@ def run_config(config: dict[str, Any], world_size: int | None = None) -> RunConf
         data=_section("data", config.get("data")),
         strategy=strategy,
         trainer=Section("trainer", "lightning.pytorch.Trainer", trainer, None if known is None else known.options),
-        others=tuple(key for key in config if key not in ("model", "data", "trainer")),
+        others={key: value for key, value in config.items() if key not in ("model", "data", "trainer")} | _strays(config),
         world_size=world_size or _num_ranks(trainer),
     )
 
@@ -156,6 +156,18 @@ def _section(key: str, value: Any) -> Section:
         None if source is None else source.options,
         frozenset() if source is None else source.ancestors,
     )
+
+
+def _strays(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what stands in a section beside its class and arguments."""
+    sections = {key: config.get(key) for key in ("model", "data")}
+    return {
+        f"{key}.{name}": value
+        for key, section in sections.items()
+        if isinstance(section, dict)
+        for name, value in section.items()
+        if name not in ("class_path", "init_args", "dict_kwargs")
+    }
 
 
 def _num_ranks(trainer: dict[str, Any]) -> int | None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.made import build_policy
+from lightning_rlbatch.cli.rules_names import refuse_unknown_names
 from lightning_rlbatch.cli.run_config import RunConfig, run_config
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
     try:
         files = [part for path in options.config for part in ("--config", path)]
         run = run_config(read_config([*files, *overrides]))
+        refuse_unknown_names(run)
         if run.model.get("policy") is None:
             raise ConfigFileError("The configuration has no model.init_args.policy to verify.")
         report = verify(run, options)
