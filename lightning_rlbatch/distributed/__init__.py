@@ -15,6 +15,7 @@ from lightning_rlbatch.distributed.reductions import (
     gradient_scale,
 )
 from lightning_rlbatch.distributed.ulysses import gather_sequence, pad_seq_lens, shard_sequence, ulysses_attention
+from lightning_rlbatch.distributed.whole import whole_tensor
 
 __all__ = [
     "CollectiveCheck",
@@ -39,4 +40,5 @@ __all__ = [
     "shard_sequence",
     "single_process_meshes",
     "ulysses_attention",
+    "whole_tensor",
 ]

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+
+from lightning_rlbatch.distributed.whole import whole_tensor
 
 _BASE = "base_layer."
 
@@ -14,16 +15,17 @@ _BASE = "base_layer."
 def full_parameters(module: nn.Module, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole value of every parameter; at most one gathered parameter is alive at a time.
 
-    Gathering is collective: every rank must consume the iterator to its end.
+    Gathering is collective: every rank must consume the iterator to its end. Its peak is the largest parameter, if the consumer lets go of
+    one (``del``) before it takes the next.
 
     Args:
         module: A module that may be sharded by FSDP2, or part of one.
         merge_adapters: Add low-rank adapters (peft's LoRA, or any with ``base_layer``, ``active_adapters`` and ``get_delta_weight``) to
             the weights that they adapt, and yield these under the names that they have without adapters: for engines that know the
-            plain model. A merged weight takes its own size once more.
+            plain model. The addition takes the size of the weight twice more.
 
     Yields:
-        Parameter name within ``module`` and its unsharded value, detached, on the module's device.
+        Parameter name within ``module`` and its unsharded value, detached, on the device of the module (of its mesh, if offloaded).
 
     Raises:
         ValueError: Adapters that are more than an addition to the weight (DoRA and other variants) cannot be merged like this.
@@ -36,10 +38,10 @@ def full_parameters(module: nn.Module, *, merge_adapters: bool = False) -> Itera
         for name, parameter in module.named_parameters():
             owner = next((prefix for prefix in adapters if name.startswith(prefix)), None)
             if owner is None:
-                yield name, _whole(parameter)
+                yield name, whole_tensor(parameter)
             elif name.startswith(owner + _BASE):
                 plain = name.removeprefix(owner + _BASE)
-                yield owner + plain, _merged(parameter, adapters[owner]) if plain == "weight" else _whole(parameter)
+                yield owner + plain, _merged(parameter, adapters[owner]) if plain == "weight" else whole_tensor(parameter)
 
 
 def check_mergeable(module: nn.Module) -> None:
@@ -52,11 +54,6 @@ def check_mergeable(module: nn.Module) -> None:
         ValueError: Names the adapter and its variant.
     """
     _adapters(module)
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _adapters(module: nn.Module) -> dict[str, Any]:
@@ -77,7 +74,7 @@ def _is_adapted(layer: nn.Module) -> bool:
 
 
 def _merged(weight: Tensor, layer: Any) -> Tensor:
-    value = _whole(weight)
+    value = whole_tensor(weight)
     for adapter in layer.active_adapters:
-        value = value + _whole(layer.get_delta_weight(adapter)).to(value.dtype)
+        value = value + whole_tensor(layer.get_delta_weight(adapter)).to(value.dtype)
     return value
