@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -85,12 +85,18 @@ class BatchingOptions:
             balance=self.balance,
             equal_size=self.equal_size,
             planner=self.planner,
-            oversize=self.oversize,
-            coefficient=self.coefficient,
-            padded=self.padded,
-            max_tokens_per_rank=self._cap("max_tokens_per_rank", role),
-            micro_batch_size=self._cap("micro_batch_size", role),
+            **self._limits(role),
         )
+
+    def _limits(self, role: Role) -> dict[str, Any]:
+        """Return what holds for every cut of a role's passes, as arguments of the planners."""
+        return {
+            "max_tokens_per_rank": self._cap("max_tokens_per_rank", role),
+            "micro_batch_size": self._cap("micro_batch_size", role),
+            "coefficient": self.coefficient,
+            "oversize": self.oversize,
+            "padded": self.padded,
+        }
 
     def _cap(self, name: str, role: Role) -> int | None:
         own: int | None = None if role == "update" else getattr(self, f"{role}_{name}")
@@ -111,27 +117,18 @@ class BatchingOptions:
             meshes: Sizes of the mesh.
             role: Whose budget.
         """
-        return recut(
-            lengths,
-            samples_per_rank,
-            sp_size=meshes.sp_size,
-            coefficient=self.coefficient,
-            oversize=self.oversize,
-            padded=self.padded,
-            max_tokens_per_rank=self._cap("max_tokens_per_rank", role),
-            micro_batch_size=self._cap("micro_batch_size", role),
-        )
+        return recut(lengths, samples_per_rank, sp_size=meshes.sp_size, **self._limits(role))
 
 
-def check_critic_options(options: BatchingOptions, module: object) -> None:
-    """Refuse a budget of the critic where there is no critic to cut for.
+def options_for(module: object, options: BatchingOptions) -> BatchingOptions:
+    """Return the options as a module needs them: its ``remove_padding`` decides whether micro-batches are padded.
 
     Args:
+        module: The module that trains; its ``critic_source`` is looked at too.
         options: Of the data module.
-        module: The module that trains; its ``critic_source`` is looked at.
 
     Raises:
-        ValueError: The module has no critic, or one that shares the policy's trunk.
+        ValueError: A budget of the critic, but the module has no critic, or one that shares the policy's trunk.
     """
     critic = getattr(module, "critic_source", None)
     if options.cuts_critic and critic in (None, "shared"):
@@ -139,6 +136,7 @@ def check_critic_options(options: BatchingOptions, module: object) -> None:
             "critic_max_tokens_per_rank and critic_micro_batch_size need a critic with a trunk of its own, but the module's critic is"
             f" {critic!r}. Set critic, or remove the option."
         )
+    return dataclasses.replace(options, padded=not getattr(module, "remove_padding", True))
 
 
 def mini_batch_members(num_prompts: int, mini_batch_size: int, *, seed: int, iteration: int, epoch: int) -> list[list[int]]:
@@ -161,3 +159,21 @@ def mini_batch_members(num_prompts: int, mini_batch_size: int, *, seed: int, ite
     generator = torch.Generator().manual_seed((seed * 1_000_003 + iteration * 101 + epoch) % 2**63)
     order = torch.randperm(num_prompts, generator=generator).tolist()
     return [order[start : start + mini_batch_size] for start in range(0, num_prompts, mini_batch_size)]
+
+
+def iteration_mini_batches(num_prompts: int, mini_batch_size: int, ppo_epochs: int, *, seed: int, iteration: int) -> list[list[int]]:
+    """Return the mini-batches of all PPO epochs of an iteration, one epoch after the other; see :func:`mini_batch_members`.
+
+    Args:
+        num_prompts: Prompts of the iteration.
+        mini_batch_size: Prompts per optimizer step.
+        ppo_epochs: Passes over the iteration's rollouts.
+        seed: Seed of the run.
+        iteration: RL iteration.
+
+    Example:
+        >>> [len(part) for part in iteration_mini_batches(5, 2, 2, seed=0, iteration=0)]
+        [2, 2, 1, 2, 2, 1]
+    """
+    epochs = (mini_batch_members(num_prompts, mini_batch_size, seed=seed, iteration=iteration, epoch=epoch) for epoch in range(ppo_epochs))
+    return [part for epoch in epochs for part in epoch]

@@ -9,12 +9,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_rlbatch.data.batching import BatchingOptions, check_critic_options, mini_batch_members
+from lightning_rlbatch.data.batching import BatchingOptions, iteration_mini_batches, options_for
 from lightning_rlbatch.data.dumps import RolloutDump
+from lightning_rlbatch.data.iteration_loader import IterationLoader, Position, overfits
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompt_reading import TokenizerSource, load_tokenizer
 from lightning_rlbatch.data.recording import RecordedRollouts, gather_recorded_table
-from lightning_rlbatch.data.rollout_loader import Position
 from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
@@ -150,6 +150,11 @@ class ReplayDataModule(pl.LightningDataModule):
             raise RuntimeError("The recorded rollouts are opened in setup(), which the Trainer calls.")
         return self._source
 
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps per PPO epoch."""
+        return -(-self.source.num_prompts // self.mini_batch_size)
+
     @override
     def setup(self, stage: str) -> None:
         if self._source is not None:
@@ -183,11 +188,10 @@ class ReplayDataModule(pl.LightningDataModule):
         module = self.trainer.lightning_module
         if self.rescore and not isinstance(module, ScoresRollouts):
             raise TypeError(f"rescore needs a module with score_rollouts, such as PPOModule, but got {type(module).__name__}.")
-        check_critic_options(self.options, module)
+        options = options_for(module, self.options)
         if not self.rescore:
             for iteration in self.source.iterations:
                 self._check_fields(module, self.source.schema(iteration), iteration)
-        options = dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True))
         return ReplayLoader(self, module, options, meshes_of(self.trainer))
 
     def _check_fields(self, module: "pl.LightningModule", schema: Schema, iteration: int) -> None:
@@ -214,8 +218,8 @@ class ReplayDataModule(pl.LightningDataModule):
         self.position = Position(iteration=state_dict["iteration"], mini_batch=state_dict["mini_batch"])
 
 
-class ReplayLoader:
-    """Hands out one recorded iteration per pass; sized and stateless like :class:`RolloutLoader`.
+class ReplayLoader(IterationLoader):
+    """Hands out one recorded iteration per pass.
 
     Args:
         data: The data module, which keeps the position.
@@ -225,53 +229,28 @@ class ReplayLoader:
     """
 
     def __init__(self, data: ReplayDataModule, module: "pl.LightningModule", options: BatchingOptions, meshes: Meshes) -> None:
+        super().__init__(data)
         self._data = data
         self._module = module
         self._options = options
         self._meshes = meshes
 
-    def __len__(self) -> int:
-        """Return the optimizer steps per iteration, the same for every iteration."""
-        return self._data.ppo_epochs * -(-self._data.source.num_prompts // self._data.mini_batch_size)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: that there is a state tells Lightning that training can go on in the middle of an iteration."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: the data module restores its position."""
-
     def __iter__(self) -> Iterator[MiniBatch]:
         """Yield the mini-batches that the current iteration still owes."""
-        data, position = self._data, self._data.position
-        current, first = position.iteration, position.mini_batch
+        data, current, first = self._data, self._data.position.iteration, self._data.position.mini_batch
         iterations = data.source.iterations
-        passes, place = (0, 0) if self._overfits else divmod(current, len(iterations))
+        passes, place = (0, 0) if overfits(data.trainer) else divmod(current, len(iterations))
         recorded = iterations[place]
-        seed = data.source.seed(recorded) if data.seed is None else data.seed
-        shuffle = recorded + passes * (iterations[-1] + 1)  # the recorded number in the first pass, a new one ever after
-        members = [
-            part
-            for epoch in range(data.ppo_epochs)
-            for part in mini_batch_members(data.source.num_prompts, data.mini_batch_size, seed=seed, iteration=shuffle, epoch=epoch)
-        ][: self._limit()]
+        members = iteration_mini_batches(
+            data.source.num_prompts,
+            data.mini_batch_size,
+            data.ppo_epochs,
+            seed=data.source.seed(recorded) if data.seed is None else data.seed,
+            iteration=recorded + passes * (iterations[-1] + 1),  # the recorded number in the first pass, a new one ever after
+        )[: self._limit()]
         if first and data.rescore:
             rank_zero_warn(f"Resuming inside iteration {current}: log-probs and advantages are computed again with the restored policy.")
-        store = self._load(recorded, members[: len(self) // data.ppo_epochs])
-        for index, part in enumerate(members[first:], start=first + 1):
-            position.mini_batch = index
-            if index == len(members):
-                position.iteration, position.mini_batch = current + 1, 0
-            yield store.mini_batch(store.table.ids_of_prompts(part))
-
-    @property
-    def _overfits(self) -> bool:
-        return getattr(self._data.trainer, "overfit_batches", 0) > 0  # set by a connector, where type checkers do not see it
-
-    def _limit(self) -> int:
-        """Return the mini-batches of an iteration that the Trainer lets through (limit_train_batches), to go on to the next after them."""
-        trainer = self._data.trainer
-        return len(self) if trainer is None else int(min(trainer.num_training_batches, len(self))) or len(self)
+        yield from self._hand_out(self._load(recorded, members[: data.num_mini_batches]), members[first:])
 
     def _load(self, iteration: int, mini_batches: Sequence[Sequence[int]]) -> RolloutStore:
         source, meshes = self._data.source, self._meshes

@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_rlbatch.data.batching import BatchingOptions, check_critic_options, mini_batch_members
+from lightning_rlbatch.data.batching import BatchingOptions, iteration_mini_batches, options_for
+from lightning_rlbatch.data.iteration_loader import Position, overfits
 from lightning_rlbatch.data.prompt_reading import PromptSource, TokenizerSource, load_tokenizer, read_prompts
 from lightning_rlbatch.data.prompts import PromptBatch
-from lightning_rlbatch.data.rollout_loader import CollectsRollouts, Position, PromptLoader, RolloutLoader
+from lightning_rlbatch.data.rollout_loader import CollectsRollouts, PromptLoader, RolloutLoader
 from lightning_rlbatch.data.run_seed import run_seed
 from lightning_rlbatch.data.sources import NoValidation
 from lightning_rlbatch.distributed.failure import fail_together
@@ -21,6 +22,16 @@ from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.strategies.access import meshes_of
 
 _ORDER = ("seed", "train_batch_size", "num_prompts")  # of the passes over the prompts
+_POSITIVE = (
+    "train_batch_size",
+    "mini_batch_size",
+    "rollouts_per_prompt",
+    "ppo_epochs",
+    "max_prompt_length",
+    "max_response_length",
+    "val_batch_size",
+    "val_rollouts_per_prompt",
+)
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -89,23 +100,6 @@ class RolloutDataModule(pl.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {
-            "train_batch_size": train_batch_size,
-            "mini_batch_size": mini_batch_size,
-            "rollouts_per_prompt": rollouts_per_prompt,
-            "ppo_epochs": ppo_epochs,
-            "max_prompt_length": max_prompt_length,
-            "max_response_length": max_response_length,
-            "val_batch_size": 1 if val_batch_size is None else val_batch_size,
-            "val_rollouts_per_prompt": val_rollouts_per_prompt,
-        }.items():
-            if value < 1:
-                raise ValueError(f"Expected {name} to be at least 1 but got {value}.")
-        if mini_batch_size > train_batch_size:
-            raise ValueError(
-                f"mini_batch_size={mini_batch_size} prompts per optimizer step exceed train_batch_size={train_batch_size} prompts per"
-                " iteration. Lower mini_batch_size, or raise train_batch_size."
-            )
         self.options = BatchingOptions(
             max_tokens_per_rank=max_tokens_per_rank,
             micro_batch_size=micro_batch_size,
@@ -136,6 +130,18 @@ class RolloutDataModule(pl.LightningDataModule):
         self.position = Position()
         self._train: PromptBatch | None = None
         self._val: PromptBatch | None = None
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Expected {name} to be at least 1 but got {value}.")
+        if self.mini_batch_size > self.train_batch_size:
+            raise ValueError(
+                f"mini_batch_size={self.mini_batch_size} prompts per optimizer step exceed train_batch_size={self.train_batch_size} prompts"
+                " per iteration. Lower mini_batch_size, or raise train_batch_size."
+            )
 
     @override
     def setup(self, stage: str) -> None:
@@ -213,18 +219,12 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _shuffle_of(self, iteration: int) -> int:
         """Return the iteration whose prompts and mini-batches an iteration has."""
-        trainer: Any = self.trainer  # connectors set attributes that type checkers do not see
-        return 0 if trainer is not None and trainer.overfit_batches > 0 else iteration
+        return 0 if overfits(self.trainer) else iteration
 
     def mini_batches_of(self, iteration: int) -> list[list[int]]:
         """Return the prompts of each mini-batch of an iteration, epoch after epoch, as positions in :meth:`iteration_prompts`."""
-        return [
-            part
-            for epoch in range(self.ppo_epochs)
-            for part in mini_batch_members(
-                self.train_batch_size, self.mini_batch_size, seed=self._run_seed, iteration=self._shuffle_of(iteration), epoch=epoch
-            )
-        ]
+        shuffle = self._shuffle_of(iteration)
+        return iteration_mini_batches(self.train_batch_size, self.mini_batch_size, self.ppo_epochs, seed=self._run_seed, iteration=shuffle)
 
     @override
     def train_dataloader(self) -> "RolloutLoader":
@@ -232,8 +232,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if not isinstance(module, CollectsRollouts):
             got = "got no Trainer yet: call trainer.fit(module, datamodule=data)" if module is None else f"got {type(module).__name__}"
             raise TypeError(f"RolloutDataModule needs a module with collect_rollouts, such as PPOModule, but {got}.")
-        check_critic_options(self.options, module)
-        return RolloutLoader(self, module, dataclasses.replace(self.options, padded=not getattr(module, "remove_padding", True)))
+        return RolloutLoader(self, module, options_for(module, self.options))
 
     @override
     def val_dataloader(self) -> "PromptLoader | NoValidation":

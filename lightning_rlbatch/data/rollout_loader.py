@@ -1,12 +1,12 @@
 """The loaders of RL: prompts for validation, and planned mini-batches of fresh rollouts for training."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.iteration_loader import IterationLoader
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore
@@ -25,19 +25,6 @@ class CollectsRollouts(Protocol):
         self, prompts: PromptBatch, iteration: int, mini_batches: Sequence[Sequence[int]], options: BatchingOptions
     ) -> RolloutStore:
         """Sample, reward and score the rollouts of one iteration."""
-
-
-@dataclasses.dataclass
-class Position:
-    """Where training stands in its data; independent of rank and world size.
-
-    Attributes:
-        iteration: Current RL iteration.
-        mini_batch: Mini-batches of it that were handed out.
-    """
-
-    iteration: int = 0
-    mini_batch: int = 0
 
 
 class PromptLoader:
@@ -64,12 +51,8 @@ class PromptLoader:
             yield self._prompts.select(range(start, min(start + self._batch_size, len(self._prompts))))
 
 
-class RolloutLoader:
+class RolloutLoader(IterationLoader):
     """Hands out one iteration per pass; collects its rollouts when the first mini-batch is asked for.
-
-    It has a length, so Lightning does not fetch ahead (rollouts would be one optimizer step stale), and no state of its own:
-    the position lives in the data module, advanced before each mini-batch leaves, so that a checkpoint taken after a step
-    points behind it.
 
     Args:
         data: The data module.
@@ -78,27 +61,23 @@ class RolloutLoader:
     """
 
     def __init__(self, data: "RolloutDataModule", module: CollectsRollouts, options: BatchingOptions) -> None:
+        super().__init__(data)
         self._data = data
         self._module = module
         self._options = options
         self._said_cut = False
         self._said_bottleneck = False
 
-    def __len__(self) -> int:
-        """Return the optimizer steps per iteration, the same for every iteration."""
-        return self._data.ppo_epochs * self._data.num_mini_batches
-
     def __iter__(self) -> Iterator[MiniBatch]:
         """Yield the mini-batches that the current iteration still owes."""
-        data, position = self._data, self._data.position
-        iteration, first = position.iteration, position.mini_batch
-        members = data.mini_batches_of(iteration)[: self._limit()]
+        data, iteration, first = self._data, self._data.position.iteration, self._data.position.mini_batch
+        self._say_cut()
+        remaining = data.mini_batches_of(iteration)[first : self._limit()]
         if first:
             rank_zero_warn(
-                f"Resuming inside iteration {iteration}: the prompts of its remaining {len(members) - first} mini-batches are rolled out"
+                f"Resuming inside iteration {iteration}: the prompts of its remaining {len(remaining)} mini-batches are rolled out"
                 " again with the restored policy. Statistics over the whole iteration (whitening) see these prompts only."
             )
-        remaining = members[first:]
         needed = sorted({prompt for part in remaining for prompt in part})
         place = {prompt: index for index, prompt in enumerate(needed)}
         batches = [[place[prompt] for prompt in part] for part in remaining]
@@ -109,11 +88,7 @@ class RolloutLoader:
             store = self._module.collect_rollouts(data.iteration_prompts(iteration).select(needed), iteration, placed, self._options)
         except CollectionStopped:
             return  # the epoch ends without a step, and training with it
-        for offset, part in enumerate(batches, start=1):
-            position.mini_batch = first + offset
-            if position.mini_batch == len(members):
-                position.iteration, position.mini_batch = iteration + 1, 0
-            batch = store.mini_batch(store.table.ids_of_prompts(part))
+        for batch in self._hand_out(store, batches):
             self._say_bottleneck(batch)
             yield batch
 
@@ -124,24 +99,15 @@ class RolloutLoader:
             self._said_bottleneck = True
             rank_zero_info(text)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: tells Lightning that the loader can resume, while the position lives in the data module."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Ignore the empty state."""
-
-    def _limit(self) -> int:
-        """Return the mini-batches of an iteration that the Trainer lets through; what it cuts off is never rolled out."""
-        trainer: Any = self._data.trainer
-        allowed = len(self) if trainer is None else int(min(trainer.num_training_batches, len(self)))
-        if 0 < allowed < len(self) and not self._said_cut and trainer is not None and not trainer.fast_dev_run:
+    def _say_cut(self) -> None:
+        """Say once per run that the Trainer cuts off mini-batches of each iteration; their prompts are never rolled out."""
+        trainer, allowed = self._data.trainer, self._limit()
+        if allowed < len(self) and not self._said_cut and trainer is not None and not getattr(trainer, "fast_dev_run", False):
             self._said_cut = True
             rank_zero_warn(
                 f"The Trainer takes {allowed} of the {len(self)} mini-batches of each iteration (limit_train_batches or overfit_batches):"
                 " the prompts of the others are neither rolled out nor trained on. Lower train_batch_size or ppo_epochs to train on all."
             )
-        return allowed or len(self)
 
 
 def _first_uses(batches: Sequence[Sequence[int]]) -> list[list[int]]:

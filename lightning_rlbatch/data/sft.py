@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.indices import PlannedIndices
+from lightning_rlbatch.data.iteration_loader import Resumable, overfits
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.run_seed import run_seed
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
@@ -53,15 +54,8 @@ class MiniBatchDataset(Dataset[MiniBatch]):
         return MiniBatch.cut(packed, micro_batches, sp_size=self.sp_size, plan=item.plan)
 
 
-class MiniBatchLoader(DataLoader[MiniBatch]):
+class MiniBatchLoader(Resumable, DataLoader[MiniBatch]):
     """A DataLoader that Lightning knows to be resumable: the data module restores the sampler's position before it is made."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the position lives in the data module."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Ignore the empty state."""
 
 
 class InOrderSampler(TokenBudgetSampler, SequentialSampler):  # type: ignore[misc]  # yields plans, where a SequentialSampler yields int
@@ -169,8 +163,7 @@ class SFTDataModule(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[MiniBatch]:
-        trainer: Any = self.trainer  # connectors set attributes that type checkers do not see
-        self._train_sampler = self._sampler("train", shuffle=not trainer.overfit_batches)
+        self._train_sampler = self._sampler("train", shuffle=not overfits(self.trainer))
         if self._restored is not None:  # before any worker of the loader fetches ahead
             self._train_sampler.load_state_dict(self._restored)
             self._restored = None
