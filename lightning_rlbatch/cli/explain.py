@@ -13,6 +13,7 @@ from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
 from lightning_rlbatch.cli.digest import format_bytes, label, memory_line, options_in_effect, size_lines
 from lightning_rlbatch.cli.explanation import Explanation, explain
 from lightning_rlbatch.cli.memory import build_facts
+from lightning_rlbatch.cli.pretrained_names import hub_is_offline
 from lightning_rlbatch.cli.run_config import run_config
 
 _COLOURS = {"in effect": "green", "off": "dim", "without effect": "yellow", "refused": "bold red", "note": "cyan"}
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> int:
     try:
         files = [part for path in options.config for part in ("--config", path)]
         run = run_config(read_config([*files, *overrides]), options.world_size)
-        explanation = explain(run, build_facts(run.model.get("policy")) if options.build else None)
+        explanation = explain(run, build_facts(run.model.get("policy")) if options.build else None, offline=hub_is_offline())
     except ConfigFileError as error:
         Console(stderr=True).print(Text(str(error), style="bold red"))
         return 2

@@ -58,25 +58,28 @@ class Explanation:
         }
 
 
-def check(run: RunConfig) -> tuple[Finding, ...]:
+def check(run: RunConfig, *, offline: bool = False) -> tuple[Finding, ...]:
     """Return all findings about a configuration, refused ones first.
 
     Args:
         run: The configuration.
+        offline: True refuses pretrained models that would have to be downloaded.
     """
-    found = [*check_names(run), *check_batching(run), *check_training(run), *check_engine(run), *check_sources(run)]
+    sources = check_sources(run, offline=offline)
+    found = [*check_names(run), *check_batching(run), *check_training(run), *check_engine(run), *sources]
     order = {"refused": 0, "without effect": 1, "note": 2}
     return tuple(sorted(found, key=lambda finding: order[finding.level]))
 
 
-def explain(run: RunConfig, facts: ModelFacts | None = None) -> Explanation:
+def explain(run: RunConfig, facts: ModelFacts | None = None, *, offline: bool = False) -> Explanation:
     """Derive every number and judge every option.
 
     Args:
         run: The configuration; where only the machine knows the number of ranks, the numbers are for one sequence-parallel group.
         facts: Of the policy; None takes what its files say.
+        offline: True refuses pretrained models that would have to be downloaded.
     """
-    findings = check(run)
+    findings = check(run, offline=offline)
     if run.world_size is None:
         run = dataclasses.replace(run, world_size=run.sp_size)
     assert run.world_size is not None

@@ -7,6 +7,7 @@ import sys
 from lightning_rlbatch.cli.config_file import ConfigFileError, UnexpectedArgumentError, read_config
 from lightning_rlbatch.cli.explanation import check
 from lightning_rlbatch.cli.pipes import until_closed
+from lightning_rlbatch.cli.pretrained_names import hub_is_offline
 from lightning_rlbatch.cli.run_config import run_config
 
 USAGE = """usage: rlbatch COMMAND [options]
@@ -64,7 +65,7 @@ def _only_asks(argument: str) -> bool:
 def _refuse_before_loading(arguments: list[str]) -> None:
     """Report all errors of a configuration at once, before a class is imported or a model loaded."""
     try:
-        findings = check(run_config(read_config(arguments)))
+        findings = check(run_config(read_config(arguments)), offline=hub_is_offline())
     except UnexpectedArgumentError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
@@ -76,10 +77,11 @@ def _refuse_before_loading(arguments: list[str]) -> None:
         print("`rlbatch explain` with the same arguments shows what each option does.", file=sys.stderr)
         raise SystemExit(1)
     ignored = [f"{finding.options[0]}: {finding.text}" for finding in findings if finding.level == "without effect"]
-    if ignored:
+    doubtful = [finding.text for finding in findings if finding.level == "note" and finding.text.endswith("?")]
+    if ignored or doubtful:
         from lightning.pytorch.utilities import rank_zero_warn
 
-        rank_zero_warn("Options without effect: " + " | ".join(ignored))
+        rank_zero_warn(" | ".join([*(["Options without effect: " + " | ".join(ignored)] if ignored else []), *doubtful]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Estimate what one rank holds in memory, from a model's files alone."""
 
-import importlib
 import json
 import struct
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlbatch.cli.imports import is_import_path
+from lightning_rlbatch.cli.pretrained_names import cached_folder
 from lightning_rlbatch.cli.rules_training import class_name, model_config
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
 
@@ -152,12 +152,7 @@ def _folder_of(source: str) -> Path | None:
         return Path(source)
     if is_import_path(source) or source.count("/") != 1:
         return None
-    try:
-        # By name: a dependency of transformers, which would take seconds to load. It looks at the disk only.
-        found = importlib.import_module("huggingface_hub").try_to_load_from_cache(source, "config.json")
-    except (ImportError, ValueError):  # ValueError: no possible name
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+    return cached_folder(source)
 
 
 def build_facts(source: Any) -> ModelFacts:

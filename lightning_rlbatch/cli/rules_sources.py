@@ -9,22 +9,27 @@ from typing import Any
 import lightning_rlbatch
 from lightning_rlbatch.cli.findings import Findings, note, refused
 from lightning_rlbatch.cli.imports import import_problem, is_import_path, module_exists
+from lightning_rlbatch.cli.pretrained_names import cached_folder, hub_cache, near_names
 from lightning_rlbatch.cli.run_config import RunConfig
 
 _HOLD_A_CLASS = ("advantage", "kl_reward", "policy_loss", "rollout_correction")  # given as a path alone, or with init_args
 FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 
 
-def check_sources(run: RunConfig) -> Findings:
-    """Find files that are not there, and import paths that lead to no function."""
+def check_sources(run: RunConfig, *, offline: bool = False) -> Findings:
+    """Find files that are not there, import paths that lead to no function, and pretrained models that are not on this machine.
+
+    Args:
+        run: The configuration.
+        offline: True refuses what would have to be downloaded.
+    """
     for name in ("train_prompts", "val_prompts"):
         yield from _check_prompts(name, run.data.given.get(name))
     replayed = run.data.given.get("dirpath")
     if run.kind == "replay" and isinstance(replayed, str) and not Path(replayed).exists():
         yield refused("dirpath", text=f"`dirpath`: there is no {replayed} in {Path.cwd()}. Record rollouts there first (RolloutRecorder).")
-    for section, names in ((run.model, ("policy", "critic", "reward_model")), (run.data, ("tokenizer",))):
-        for name in names:
-            yield from _check_pretrained(name, section.given.get(name))
+    for names, source in _pretrained(run):
+        yield from _check_pretrained(names, source, offline)
     functions = run.model.given.get("reward_functions")
     for function in functions if isinstance(functions, list) else []:
         yield from _check_function("reward_functions", function)
@@ -90,16 +95,36 @@ def _check_prompts(name: str, source: Any) -> Findings:
         )
 
 
-def _check_pretrained(name: str, source: Any) -> Findings:
-    if not isinstance(source, str) or source == "shared" or Path(source).is_dir():
+def _pretrained(run: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each folder, hub name or import path of a model, once, with the options that hold it."""
+    found: dict[str, list[str]] = {}
+    for section, names in ((run.model, ("policy", "critic", "reward_model")), (run.data, ("tokenizer",))):
+        for name in names:
+            source = section.given.get(name)
+            if isinstance(source, str) and source != "shared":
+                found.setdefault(source, []).append(name)
+    return ((tuple(names), source) for source, names in found.items())
+
+
+def _check_pretrained(names: tuple[str, ...], source: str, offline: bool) -> Findings:
+    if Path(source).is_dir():
         return
+    about, near = ", ".join(f"`{name}`" for name in names), near_names(source)
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
     if is_import_path(source):
         problem = import_problem(source)
         if problem is not None:
             known = "" if module_exists(source) else ", and no folder of that name"
-            yield refused(name, text=f"`{name}`: {_ended(problem + known)}")
+            yield refused(*names, text=f"{about}: {_ended(problem + known)}{meant}")
     elif source.count("/") > 1 or source.startswith(("/", ".", "~")):  # a hub name has one slash at most
-        yield refused(name, text=f"`{name}`: there is no folder {source} in {Path.cwd()}. Check the path, or make the model first.")
+        advice = meant or " Check the path, or make the model first."
+        yield refused(*names, text=f"{about}: there is no folder {source} in {Path.cwd()}.{advice}")
+    elif cached_folder(source) is None:
+        text = f"{about}: {source} is neither a folder in {Path.cwd()} nor in the hub's cache, {hub_cache()}"
+        if offline:
+            yield refused(*names, text=f"{text}, and HF_HUB_OFFLINE is set.{meant or ' Check the spelling, or download it first.'}")
+        else:
+            yield note(*names, text=f"{text}: the run asks the hub for it.{meant}")
 
 
 def _check_function(option: str, source: Any) -> Findings:

@@ -8,12 +8,15 @@ import yaml
 
 RUN: dict[str, Any] = {
     "trainer": {"accelerator": "cpu", "devices": 4, "strategy": {"class_path": "lightning_rlbatch.RLBatchFSDPStrategy", "init_args": {}}},
-    "model": {"class_path": "lightning_rlbatch.PPOModule", "init_args": {"policy": "some/model", "reward_functions": ["statistics.fmean"]}},
+    "model": {
+        "class_path": "lightning_rlbatch.PPOModule",
+        "init_args": {"policy": "examples.hanoi.model.build_policy", "reward_functions": ["statistics.fmean"]},
+    },
     "data": {
         "class_path": "lightning_rlbatch.RolloutDataModule",
         "init_args": {
             "train_prompts": str(Path(__file__).parents[1] / "data" / "prompts.jsonl"),
-            "tokenizer": "some/model",
+            "tokenizer": "examples.hanoi.task.HanoiTokenizer",
             "train_batch_size": 16,
             "mini_batch_size": 4,
             "rollouts_per_prompt": 8,

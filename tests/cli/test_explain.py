@@ -334,7 +334,7 @@ def test_explain_answers_without_importing_torch_and_within_three_seconds(tmp_pa
 def test_fit_refuses_a_configuration_with_all_its_errors_before_it_loads_anything(tmp_path, capsys):
     broken = write(tmp_path, config(data={"mini_batch_size": 17, "max_tokens_per_rank": 400}))
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", broken])  # some/model does not exist: it does not get that far
+        main(["fit", "--config", broken])
     assert stop.value.code == 1
     error = capsys.readouterr().err
     assert "2 error(s)" in error
