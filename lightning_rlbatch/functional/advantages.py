@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.sample_inputs import Rewards, as_rewards
+from lightning_rlbatch.functional.sample_inputs import Rewards, as_rewards, result_dtype
 from lightning_rlbatch.functional.segments import sanitize, segment_ids, segment_sum, spread
+
+EQUAL = 1e-14
+"""Relative spread up to which fp64 numbers are taken to be equal: the rounding of their mean, some ten units in the last place."""
 
 
 def gae(
@@ -45,9 +48,8 @@ def gae(
     """
     _check_unit_interval(gamma=gamma, lam=lam)
     packed, owner = _compact(response_mask, cu_seqlens)
-    rewards, values = (sanitize(as_rewards(field).detach(), response_mask) for field in (rewards, values))
-    dtype = torch.promote_types(rewards.dtype, values.dtype)
-    rewards, values = rewards.to(dtype), values.to(dtype)
+    dtype = result_dtype(rewards, values)
+    rewards, values = (sanitize(as_rewards(field).detach(), response_mask).to(dtype) for field in (rewards, values))
     v = values[packed]
     delta = rewards[packed] + gamma * _next(v, owner) - v
     a = _discounted_suffix_sum(delta, owner, gamma * lam)
@@ -79,7 +81,7 @@ def discounted_returns(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tenso
     """
     _check_unit_interval(gamma=gamma)
     packed, owner = _compact(response_mask, cu_seqlens)
-    rewards = sanitize(as_rewards(rewards).detach(), response_mask)
+    rewards = sanitize(as_rewards(rewards).detach(), response_mask).to(result_dtype(rewards))
     out = torch.zeros_like(rewards)
     out[packed] = _discounted_suffix_sum(rewards[packed], owner, gamma)
     return out
@@ -101,7 +103,7 @@ def place_rewards(rewards: Rewards, response_mask: Tensor, cu_seqlens: Tensor | 
         tensor([0., 0., 5., 0.])
     """
     packed, owner = _compact(response_mask, cu_seqlens)
-    rewards = as_rewards(rewards)
+    rewards = as_rewards(rewards).to(response_mask.device, result_dtype(rewards))
     out = rewards.new_zeros(response_mask.shape[0])
     last = torch.ones_like(owner, dtype=torch.bool)
     last[:-1] = owner[1:] != owner[:-1]
@@ -208,13 +210,15 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, global_mome
         >>> whiten(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([True, True, False]))
         tensor([-0.7071,  0.7071,  0.0000])
     """
-    x = sanitize(as_rewards(values).detach(), mask)
-    count, mean, squares = (moments(values, mask) if global_moments is None else global_moments.to(x.device)).unbind()
+    x = as_rewards(values).to(mask.device)
+    count, mean, squares = (moments(x, mask) if global_moments is None else global_moments.to(x.device)).unbind()
     variance = squares / (count - 1).clamp(min=1)
-    out = (x.double() - mean) * torch.rsqrt(variance + eps)
+    out = (sanitize(x.detach(), mask).double() - mean) * torch.rsqrt(variance + eps)
+    # The mean of equal numbers is not always that number in floating point.
+    out = torch.where(squares <= count * (EQUAL * mean).square(), 0.0, out)
     if not shift_mean:
         out = out + mean
-    return sanitize(out.to(x.dtype), mask)
+    return sanitize(out.to(result_dtype(values)), mask)
 
 
 def _compact(response_mask: Tensor, cu_seqlens: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.sample_inputs import GroupIds, Rewards, as_component_rewards, as_group_ids, as_rewards
+from lightning_rlbatch.functional.sample_inputs import GroupIds, Rewards, as_component_rewards, as_group_ids, as_rewards, result_dtype
 
 
 class SampleAdvantages(NamedTuple):
@@ -78,11 +78,12 @@ def group_statistics(rewards: Rewards, group_ids: GroupIds) -> GroupStatistics:
         return values.new_zeros(unique.numel()).index_add(0, index, values)[index]
 
     count = total(valid.long())
-    mean = total(x) / count.clamp(min=1)
-    highest = x.new_full((unique.numel(),), -torch.inf).scatter_reduce(0, index, torch.where(valid, x, -torch.inf), "amax")[index]
     lowest = x.new_full((unique.numel(),), torch.inf).scatter_reduce(0, index, torch.where(valid, x, torch.inf), "amin")[index]
-    # The mean of equal numbers is not always that number in floating point; division by a tiny std would blow the rest up.
-    centered = torch.where(valid & (highest > lowest), x - mean, 0.0)
+    # Differences from the lowest are exact for near-equal rewards, whose mean is not: division by a tiny std would blow its rounding up.
+    above = torch.where(valid, x - lowest, 0.0)
+    mean_above = total(above) / count.clamp(min=1)
+    mean = torch.where(count > 0, lowest + mean_above, 0.0)
+    centered = torch.where(valid, above - mean_above, 0.0)
     std = (total(centered.square()) / (count - 1).clamp(min=1)).sqrt()
     return GroupStatistics(x, valid, index, count, mean, centered, std)
 
@@ -106,10 +107,9 @@ def group_advantages(rewards: Rewards, group_ids: GroupIds, *, normalize_by_std:
         >>> group_advantages(torch.tensor([1.0, 0.0, float("nan"), 5.0]), torch.tensor([0, 0, 0, 1]), normalize_by_std=False)
         SampleAdvantages(advantages=tensor([ 0.5000, -0.5000,  0.0000,  0.0000]), valid=tensor([ True,  True, False,  True]))
     """
-    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
-    advantages = group.centered / (group.std + eps) if normalize_by_std else group.centered
-    return SampleAdvantages(advantages.to(rewards.dtype), group.valid)
+    advantages = _over_std(group.centered, group, eps) if normalize_by_std else group.centered
+    return SampleAdvantages(advantages.to(result_dtype(rewards)), group.valid)
 
 
 def rloo_advantages(rewards: Rewards, group_ids: GroupIds) -> SampleAdvantages:
@@ -129,10 +129,9 @@ def rloo_advantages(rewards: Rewards, group_ids: GroupIds) -> SampleAdvantages:
         >>> rloo_advantages(torch.tensor([3.0, 0.0, 0.0]), torch.tensor([4, 4, 4])).advantages
         tensor([ 3.0000, -1.5000, -1.5000])
     """
-    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
     factor = group.count.double() / (group.count - 1).clamp(min=1)
-    return SampleAdvantages((factor * group.centered).to(rewards.dtype), group.valid)
+    return SampleAdvantages((factor * group.centered).to(result_dtype(rewards)), group.valid)
 
 
 def opo_advantages(rewards: Rewards, group_ids: GroupIds, response_lengths: Tensor | Sequence[int]) -> SampleAdvantages:
@@ -155,15 +154,14 @@ def opo_advantages(rewards: Rewards, group_ids: GroupIds, response_lengths: Tens
         >>> opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 3])).advantages
         tensor([ 0.7500, -0.2500])
     """
-    rewards, response_lengths = as_rewards(rewards), torch.as_tensor(response_lengths)
-    if response_lengths.shape != rewards.shape:
-        raise ValueError(f"Expected response_lengths [N] = {tuple(rewards.shape)} but got {tuple(response_lengths.shape)}.")
-    group = group_statistics(rewards, group_ids)
-    weight = torch.where(group.valid, response_lengths.to(rewards.device).double(), 0.0)
+    group, response_lengths = group_statistics(rewards, group_ids), torch.as_tensor(response_lengths)
+    if response_lengths.shape != group.valid.shape:
+        raise ValueError(f"Expected response_lengths [N] = {tuple(group.valid.shape)} but got {tuple(response_lengths.shape)}.")
+    weight = torch.where(group.valid, response_lengths.to(group.valid.device).double(), 0.0)
     # The baseline, relative to the plain mean: sums of centered rewards keep equal rewards at exactly 0.
     shift = _group_sum(weight * group.centered, group) / _group_sum(weight, group).clamp(min=1)
     advantages = torch.where(group.std > 0, group.centered - shift, 0.0)
-    return SampleAdvantages(torch.where(group.valid, advantages, 0.0).to(rewards.dtype), group.valid)
+    return SampleAdvantages(torch.where(group.valid, advantages, 0.0).to(result_dtype(rewards)), group.valid)
 
 
 def gpg_advantages(rewards: Rewards, group_ids: GroupIds, *, scale: float = 1.0) -> SampleAdvantages:
@@ -191,11 +189,10 @@ def gpg_advantages(rewards: Rewards, group_ids: GroupIds, *, scale: float = 1.0)
     """
     if not scale > 0:
         raise ValueError(f"Expected scale to be positive but got {scale}.")
-    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
     useful = (group.valid & (group.std > 0)).sum()
     alpha = group.valid.sum().double() / useful.clamp(min=1)
-    return SampleAdvantages((alpha * group.centered / scale).to(rewards.dtype), group.valid)
+    return SampleAdvantages((alpha * group.centered / scale).to(result_dtype(rewards)), group.valid)
 
 
 def pass_at_k_advantages(rewards: Rewards, group_ids: GroupIds, *, normalize_by_std: bool = True, eps: float = 1e-6) -> SampleAdvantages:
@@ -218,14 +215,13 @@ def pass_at_k_advantages(rewards: Rewards, group_ids: GroupIds, *, normalize_by_
         >>> pass_at_k_advantages(torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0, 0, 0]), normalize_by_std=False).advantages
         tensor([0., 0., 2.])
     """
-    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
     best = _group_max(torch.where(group.valid, group.rewards, -torch.inf), group)
     is_best = group.valid & (group.rewards == best)
     second = _group_max(torch.where(group.valid & ~is_best, group.rewards, -torch.inf), group)
     alone = is_best & (_group_sum(is_best.double(), group) == 1) & (group.std > 0)
     lead = torch.where(alone, group.rewards - torch.where(alone, second, 0.0), 0.0)
-    return SampleAdvantages((lead / (group.std + eps) if normalize_by_std else lead).to(rewards.dtype), group.valid)
+    return SampleAdvantages((_over_std(lead, group, eps) if normalize_by_std else lead).to(result_dtype(rewards)), group.valid)
 
 
 def gdpo_advantages(
@@ -258,7 +254,7 @@ def gdpo_advantages(
         >>> gdpo_advantages(rewards, torch.tensor([0, 0])).advantages.abs() < 1e-5  # the two cancel, although 10 > 1
         tensor([True, True])
     """
-    component_rewards = as_component_rewards(component_rewards)
+    dtype, component_rewards = result_dtype(component_rewards), as_component_rewards(component_rewards)
     if component_rewards.dim() != 2:
         raise ValueError(f"Expected component_rewards to be [N, K], one column per reward, but got {tuple(component_rewards.shape)}.")
     num_rewards = component_rewards.shape[1]
@@ -270,7 +266,7 @@ def gdpo_advantages(
     parts = [group_advantages(column, group_ids, eps=eps) for column in component_rewards.double().unbind(1)]
     total = sum((w.double() * part.advantages for w, part in zip(weights.unbind(), parts)), component_rewards.new_zeros(()).double())
     valid = torch.stack([part.valid for part in parts]).any(0)
-    return SampleAdvantages(total.to(component_rewards.dtype), valid)
+    return SampleAdvantages(total.to(dtype), valid)
 
 
 def remax_advantages(rewards: Rewards, baseline_rewards: Rewards) -> SampleAdvantages:
@@ -290,12 +286,19 @@ def remax_advantages(rewards: Rewards, baseline_rewards: Rewards) -> SampleAdvan
         >>> remax_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.25])).advantages
         tensor([ 0.7500, -0.2500])
     """
+    dtype = result_dtype(rewards, baseline_rewards)
     rewards, baseline_rewards = as_rewards(rewards), as_rewards(baseline_rewards)
     if rewards.shape != baseline_rewards.shape:
         raise ValueError(f"Expected baseline_rewards of shape {tuple(rewards.shape)} but got {tuple(baseline_rewards.shape)}.")
-    difference = (rewards - baseline_rewards).detach()
+    difference = rewards.detach().double() - baseline_rewards.detach().double().to(rewards.device)
     valid = ~difference.isnan()
-    return SampleAdvantages(torch.where(valid, difference, 0.0), valid)
+    return SampleAdvantages(torch.where(valid, difference, 0.0).to(dtype), valid)
+
+
+def _over_std(values: Tensor, group: GroupStatistics, eps: float) -> Tensor:
+    """Divide by the group's std; 0 where it is 0, even if ``eps`` is."""
+    varies = group.std > 0
+    return torch.where(varies, values / torch.where(varies, group.std + eps, 1.0), 0.0)
 
 
 def _group_sum(values: Tensor, group: GroupStatistics) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,14 @@ from lightning_rlbatch.functional.segments import sanitize, segment_sum, spread
 
 AggregationMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AGGREGATION_MODES: tuple[str, ...] = get_args(AggregationMode)
+
+
+class HasTerms(Protocol):
+    """What the losses return: per-token terms, with metrics beside them."""
+
+    @property
+    def terms(self) -> Tensor:
+        """``[T]``."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Denominators:
 
 
 def aggregate(
-    per_token: Tensor, response_mask: Tensor, cu_seqlens: Tensor | Sequence[int], mode: str, denominators: Denominators
+    per_token: Tensor | HasTerms, response_mask: Tensor, cu_seqlens: Tensor | Sequence[int], mode: str, denominators: Denominators
 ) -> Tensor:
     """Sum this piece's terms and divide by the denominators of the whole mini-batch.
 
@@ -87,7 +95,7 @@ def aggregate(
     2025 (constant norm).
 
     Args:
-        per_token: ``[T]``, floating point: unreduced terms; anything outside the response mask.
+        per_token: ``[T]``, floating point: unreduced terms, anything outside the response mask; or the ``LossTerms`` that hold them.
         response_mask: ``[T]``, bool.
         cu_seqlens: ``[N + 1]``, int.
         mode: one of ``AGGREGATION_MODES``.
@@ -107,8 +115,9 @@ def aggregate(
         >>> aggregate(loss, mask, cu_seqlens, "seq-mean-token-mean", Denominators(num_tokens=3, num_sequences=2))
         tensor(2.)
     """
-    check_per_token(per_token, response_mask)
-    terms = sanitize(per_token, response_mask)
+    given: Any = getattr(per_token, "terms", per_token)
+    check_per_token(given, response_mask)
+    terms = sanitize(given, response_mask)
     if mode == "token-sum":
         return terms.sum()
     if mode == "token-mean":

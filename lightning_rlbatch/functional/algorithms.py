@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from lightning_rlbatch.functional.losses import LossTerms, policy_loss, ppo_clip_loss
+from lightning_rlbatch.functional.losses import LossTerms, call_loss, policy_loss, ppo_clip_loss
 from lightning_rlbatch.functional.losses_covariance import clip_cov_loss, kl_cov_loss, select_clip_cov, select_kl_cov
 from lightning_rlbatch.functional.losses_sequence import gmpo_loss, gspo_loss
 from lightning_rlbatch.functional.losses_token import cispo_loss, dppo_loss, reinforce_loss, sapo_loss
@@ -72,7 +72,7 @@ class PolicyLoss(ABC):
         old_log_probs: Tensor,
         advantages: Tensor,
         response_mask: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | Sequence[int],
         *,
         weights: Tensor | None = None,
         selected: Tensor | None = None,
@@ -338,7 +338,8 @@ class FunctionLoss(PolicyLoss):
     """Use a function of your own, named by its import path in a configuration file.
 
     Args:
-        function: ``(log_probs, old_log_probs, advantages, response_mask, cu_seqlens) -> [T]`` terms or ``LossTerms``.
+        function: ``(log_probs, old_log_probs, advantages, response_mask, cu_seqlens) -> [T]`` terms or ``LossTerms``; it may take the
+            first few of the arguments only.
 
     Example:
         >>> import torch
@@ -354,9 +355,8 @@ class FunctionLoss(PolicyLoss):
     @property
     def name(self) -> str:
         """The function's name."""
-        return getattr(self.function, "__qualname__", type(self).__name__)
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
 
     def compute(self, inputs: LossInputs) -> LossTerms | Tensor:
         """Call the function."""
-        result: LossTerms | Tensor = self.function(*inputs.tokens, inputs.cu_seqlens)
-        return result
+        return call_loss(self.function, *inputs.tokens, inputs.cu_seqlens)

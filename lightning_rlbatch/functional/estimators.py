@@ -14,7 +14,7 @@ from lightning_rlbatch.functional.advantages import discounted_returns, gae, pla
 from lightning_rlbatch.functional.advantages_group import SampleAdvantages
 from lightning_rlbatch.functional.filters import drop_samples
 from lightning_rlbatch.functional.peers import ALONE, Peers
-from lightning_rlbatch.functional.sample_inputs import Rewards, as_rewards
+from lightning_rlbatch.functional.sample_inputs import GroupIds, Rewards, as_group_ids, as_rewards, result_dtype
 
 
 class Advantages(NamedTuple):
@@ -110,7 +110,7 @@ class AdvantageEstimator(ABC):
     def __call__(
         self,
         rewards: Rewards,
-        group_ids: Tensor | Sequence[int],
+        group_ids: GroupIds,
         response_mask: Tensor,
         cu_seqlens: Tensor | Sequence[int],
         *,
@@ -126,13 +126,13 @@ class AdvantageEstimator(ABC):
 
         Raises:
             ValueError: an input that the estimator needs is missing.
+            TypeError: ``group_ids`` are names although other ranks have samples of their own.
         """
         response_mask, device = response_mask.bool(), response_mask.device
-        rewards = as_rewards(rewards).to(device)
-        cu_seqlens, group_ids = torch.as_tensor(cu_seqlens, device=device), torch.as_tensor(group_ids, device=device)
+        cu_seqlens = torch.as_tensor(cu_seqlens, device=device)
         inputs = AdvantageInputs(
-            rewards,
-            group_ids,
+            as_rewards(rewards).to(device),
+            _group_numbers(group_ids, peers).to(device),
             response_mask,
             cu_seqlens,
             token_rewards,
@@ -149,6 +149,9 @@ class AdvantageEstimator(ABC):
             if getattr(self, f"needs_{name}") and getattr(inputs, name) is None:
                 raise ValueError(f"{type(self).__name__} needs {name} but got None.")
         advantages, returns, valid = self.compute(inputs)
+        if not isinstance(rewards, Tensor) or not rewards.is_floating_point():
+            dtype = result_dtype(rewards, token_rewards, *([values] if self.needs_values else []))
+            advantages, returns = advantages.to(dtype), returns.to(dtype)
         kept = drop_samples(response_mask, cu_seqlens, valid)
         if self.whiten:
             advantages = whiten(advantages, kept, global_moments=peers.moments(advantages, kept))
@@ -158,6 +161,20 @@ class AdvantageEstimator(ABC):
     @abstractmethod
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """Return advantages before whitening."""
+
+
+def _group_numbers(group_ids: GroupIds, peers: Peers) -> Tensor:
+    """Return integer group ids; names become numbers only where no other rank numbers them too."""
+    if isinstance(group_ids, Tensor):
+        return group_ids
+    try:
+        return torch.as_tensor(group_ids)
+    except (TypeError, ValueError, RuntimeError):
+        if peers is not ALONE:
+            raise TypeError(
+                f"Groups that may be spread over ranks need integer ids, the same on all ranks, but got {list(group_ids)[:4]}. Number them."
+            ) from None
+        return as_group_ids(group_ids)
 
 
 class OutcomeEstimator(AdvantageEstimator):

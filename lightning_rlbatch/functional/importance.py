@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ def importance_weights(
     log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     *,
     level: str = "token",
     mode: str = "truncate",
@@ -79,6 +80,7 @@ def importance_weights(
     if not 0 <= lower <= upper or not upper > 0:
         raise ValueError(f"Expected 0 <= lower <= upper and upper > 0 but got lower={lower} and upper={upper}.")
     check_per_token(log_probs, response_mask, source="log_probs")
+    check_per_token(rollout_log_probs, response_mask, source="rollout_log_probs")
     token_delta = log_ratio(log_probs.detach(), rollout_log_probs, response_mask, limit=None)
     delta = token_delta
     if level != "token":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,7 @@ class LossTerms:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "response_mask", "cu_seqlens")
 LossFunction = Callable[..., "LossTerms | Tensor"]
 """``(log_probs, old_log_probs, advantages, response_mask, cu_seqlens) -> LossTerms`` or ``[T]`` terms."""
 
@@ -42,7 +43,7 @@ def policy_loss(
     old_log_probs: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     *,
     loss: LossFunction | None = None,
     weights: Tensor | None = None,
@@ -69,7 +70,7 @@ def policy_loss(
         Terms and metrics, both ``[T]``.
 
     Raises:
-        TypeError: the loss returned something else than tensors.
+        TypeError: the loss returned something else than ``[T]`` terms or ``LossTerms``.
         ValueError: the loss returned a mean or a sum, or shapes disagree.
 
     Example:
@@ -85,9 +86,11 @@ def policy_loss(
     for label, tensor in (("log_probs", log_probs), ("old_log_probs", old_log_probs), ("advantages", advantages)):
         check_per_token(tensor, response_mask, source=f"Argument {label} of policy loss {name}")
     extra = {} if selected is None else {"selected": selected & response_mask}
+    cu_seqlens = torch.as_tensor(cu_seqlens, device=response_mask.device)
     clean = (sanitize(field, response_mask) for field in (log_probs, old_log_probs.detach(), advantages.detach()))
-    arguments = (*clean, response_mask, cu_seqlens)
-    result = function(*arguments[: _num_positional(function, len(arguments))], **extra)
+    result = call_loss(function, *clean, response_mask, cu_seqlens, **extra)
+    if isinstance(result, tuple):
+        raise TypeError(f"Policy loss {name} returned a tuple. Return [T] terms, or LossTerms(terms, metrics) with [T] metrics by name.")
     if not isinstance(result, LossTerms):
         result = LossTerms(result)
     check_per_token(result.terms, response_mask, source=f"Policy loss {name}")
@@ -100,12 +103,24 @@ def policy_loss(
     return LossTerms(terms, {key: sanitize(metric.detach(), response_mask) for key, metric in result.metrics.items()})
 
 
-def _num_positional(function: LossFunction, most: int) -> int:
-    """Return how many positional arguments to pass: token losses have no use for ``cu_seqlens``."""
-    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return most
-    return min(most, sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds))
+def call_loss(function: LossFunction, *arguments: Tensor, **extra: Tensor) -> LossTerms | Tensor:
+    """Call a loss with as many of the five arguments as it takes: token losses have no use for ``cu_seqlens``.
+
+    A parameter with a default value is a setting of the loss, unless it is named like the argument in its place.
+
+    Example:
+        >>> call_loss(lambda log_probs, old_log_probs, clip=0.2: log_probs - old_log_probs, torch.ones(1), torch.ones(1), torch.ones(1))
+        tensor([0.])
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    if inspect.Parameter.VAR_POSITIONAL not in [parameter.kind for parameter in parameters]:
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        taken = [
+            parameter.kind in positional and (parameter.default is parameter.empty or parameter.name == name)
+            for parameter, name in zip(parameters, LOSS_ARGUMENTS)
+        ]
+        arguments = arguments[: [*taken, False].index(False)]
+    return function(*arguments, **extra)
 
 
 def ppo_clip_loss(

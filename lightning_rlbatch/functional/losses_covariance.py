@@ -7,6 +7,8 @@ Then ``clip_cov_loss`` and ``kl_cov_loss`` are per-token losses like the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from lightning_rlbatch.functional.peers import ALONE, Peers
 from lightning_rlbatch.functional.segments import sanitize, segment_ids
 
 
-def token_keys(sample_ids: Tensor, cu_seqlens: Tensor, num_tokens: int, *, seed: int = 0) -> Tensor:
+def token_keys(sample_ids: Tensor | Sequence[int], cu_seqlens: Tensor | Sequence[int], num_tokens: int, *, seed: int = 0) -> Tensor:
     """Give each token a pseudo-random number that does not depend on where the token lies.
 
     Source: the mixing function of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014 (SplitMix).
@@ -35,9 +37,10 @@ def token_keys(sample_ids: Tensor, cu_seqlens: Tensor, num_tokens: int, *, seed:
         >>> torch.equal(a[:2], b[2:])
         True
     """
+    sample_ids, cu_seqlens = torch.as_tensor(sample_ids), torch.as_tensor(cu_seqlens)
     owner = segment_ids(cu_seqlens, num_tokens)
     position = torch.arange(num_tokens, device=owner.device) - cu_seqlens.long()[owner]
-    x = _mix(_mix(_mix(torch.full_like(owner, seed)) ^ sample_ids.long()[owner]) ^ position)
+    x = _mix(_mix(_mix(torch.full_like(owner, seed)) ^ sample_ids.to(owner.device).long()[owner]) ^ position)
     return (x & (2**53 - 1)).double() / 2**53
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlbatch.functional.advantages_group import GroupStatistics, SampleAdvantages, group_statistics
-from lightning_rlbatch.functional.sample_inputs import GroupIds, Rewards, as_rewards
+from lightning_rlbatch.functional.sample_inputs import GroupIds, Rewards, result_dtype
 
 
 def best_of_k(rewards: Rewards, group_ids: GroupIds, k: int) -> tuple[Tensor, Tensor]:
@@ -79,14 +79,13 @@ def pass_at_k_training_advantages(
         tensor([ 0.5000, -0.1667, -0.1667, -0.1667])
     """
     _check_k(k)
-    rewards = as_rewards(rewards)
     group = group_statistics(rewards, group_ids)
     advantages = torch.zeros_like(group.centered)
     for members in _groups(group):
         if members.numel() > k and bool(group.std[members[0]] > 0):
             # Relative to the group's mean, so that rewards far from 0 lose no digits.
             advantages[members] = _subset_advantages(group.centered[members], k, normalize_by_std, eps)
-    return SampleAdvantages(advantages.to(rewards.dtype), group.valid)
+    return SampleAdvantages(advantages.to(result_dtype(rewards)), group.valid)
 
 
 def _subset_advantages(rewards: Tensor, k: int, normalize_by_std: bool, eps: float) -> Tensor:

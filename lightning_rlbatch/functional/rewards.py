@@ -17,7 +17,7 @@ def reward_columns(outputs: Sequence[Sequence[float | None]]) -> Tensor:
         outputs: K lists of N rewards; None: the function has no opinion on that sample.
 
     Returns:
-        ``[N, K]``, float32: NaN for None.
+        ``[N, K]``, float64, so that near-equal rewards differ until they have been compared: NaN for None.
 
     Raises:
         ValueError: there is no list, or the lists differ in length.
@@ -25,13 +25,13 @@ def reward_columns(outputs: Sequence[Sequence[float | None]]) -> Tensor:
     Example:
         >>> reward_columns([[1.0, None], [0.0, 2.0]])
         tensor([[1., 0.],
-                [nan, 2.]])
+                [nan, 2.]], dtype=torch.float64)
     """
     lengths = [len(column) for column in outputs]
     if not lengths or min(lengths) != max(lengths):
         raise ValueError(f"Expected one reward per sample from every reward function but got {lengths} rewards.")
     rows = [[float("nan") if value is None else float(value) for value in column] for column in outputs]
-    return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), lengths[0]).T.contiguous()
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), lengths[0]).T.contiguous()
 
 
 def combine_rewards(component_rewards: Tensor | Sequence[Sequence[float | None]], weights: Sequence[float] | None = None) -> Tensor:

@@ -35,6 +35,7 @@ from lightning_rlbatch.functional.estimators_group import (
 )
 from lightning_rlbatch.functional.optimal_token_baseline import OTB, optimal_token_baseline
 from lightning_rlbatch.functional.pass_at_k import best_of_k, pass_at_k_training_advantages
+from lightning_rlbatch.functional.peers import Peers
 
 NAN = float("nan")
 
@@ -319,6 +320,49 @@ def test_near_equal_rewards_far_from_zero_are_not_crushed():
     rewards = torch.tensor([1e6, 1e6 + 0.5, 1e6 + 1.0])  # E[x**2] - E[x]**2 would be 0 or negative in fp32
     result = group_advantages(rewards, torch.zeros(3, dtype=torch.int64)).advantages
     torch.testing.assert_close(result, torch.tensor([-1.0, 0.0, 1.0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rewards", [[1e8, 1e8 + 0.5, 1e8 + 1], [0.1 + 1e-9, 0.1 + 2e-9, 0.1 + 3e-9], [2**24, 2**24 + 1, 2**24 + 2]])
+def test_rewards_given_as_python_numbers_or_integers_are_compared_before_they_are_rounded(rewards):
+    forms = [rewards, double(rewards), double(rewards).numpy()]
+    if all(isinstance(reward, int) for reward in rewards):
+        forms.append(torch.tensor(rewards))
+    for form in forms:
+        for compute in (
+            group_advantages,
+            rloo_advantages,
+            pass_at_k_advantages,
+            lambda x, ids: GRPO()(x, ids, torch.ones(6).bool(), [0, 2, 4, 6]),
+        ):
+            found, exact = compute(form, [0, 0, 0]).advantages, compute(double(rewards) - min(rewards), [0, 0, 0]).advantages
+            torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-12)
+            assert found.dtype == (torch.float64 if form is forms[1] else torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_rewards_have_fp32_advantages(dtype):
+    rewards, groups = torch.tensor([1, 0, 0], dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    for kind, compute in FUNCTIONS.items():
+        extra = (torch.tensor([3, 1, 2]),) if kind == "opo" else ()
+        found = compute(rewards, groups, *extra).advantages
+        assert found.dtype == torch.float32
+        assert torch.equal(found, compute(rewards.float(), groups, *extra).advantages)
+
+
+def test_equal_values_whiten_to_exactly_zero_and_groups_without_variance_need_no_eps():
+    for value in (0.1, 1e8 + 0.3, -3e-9):
+        values, mask = torch.full((10_001,), value, dtype=torch.float64), torch.ones(10_001, dtype=torch.bool)
+        assert whiten(values, mask).eq(0).all()
+    assert group_advantages([0.3, 0.3, 5.0], ["a", "a", "b"], eps=0.0).advantages.tolist() == [0, 0, 0]
+    assert pass_at_k_advantages([0.3, 0.3, 5.0], ["a", "a", "b"], eps=0.0).advantages.tolist() == [0, 0, 0]
+
+
+def test_estimators_number_groups_given_by_name_unless_other_ranks_number_them_too():
+    mask, cu_seqlens = torch.ones(3, dtype=torch.bool), [0, 1, 2, 3]
+    found = GRPO(normalize_by_std=False)([1, 0, 5], ["x", "x", "y"], mask, cu_seqlens).advantages
+    assert found.tolist() == [0.5, -0.5, 0]
+    with pytest.raises(TypeError, match="need integer ids, the same on all ranks, but got"):
+        GRPO()([1, 0, 5], ["x", "x", "y"], mask, cu_seqlens, peers=Peers(lambda rows: (rows, [len(rows)])))
 
 
 def test_one_missing_reward_of_four_leaves_the_statistics_of_three():

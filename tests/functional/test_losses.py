@@ -287,8 +287,36 @@ def test_a_users_loss_that_returns_a_mean_is_refused_and_the_message_says_what_t
             loss(log_probs, old, advantages, MASK, CU_SEQLENS)
     with pytest.raises(ValueError, match=r"The loss must hold one unreduced term"):
         aggregate(log_probs.mean(), MASK, CU_SEQLENS, "token-mean", Denominators(7, 3))
-    with pytest.raises(TypeError, match="floating point tensor of per-token terms but got float"):
-        policy_loss(log_probs, old, advantages, MASK, CU_SEQLENS, loss=lambda *x: 1.0)
+    for returned, message in ((1.0, "terms but got float"), ((log_probs, {}), r"returned a tuple. Return \[T\] terms, or LossTerms")):
+        with pytest.raises(TypeError, match=message):
+            policy_loss(log_probs, old, advantages, MASK, CU_SEQLENS, loss=lambda *x, returned=returned: returned)
+
+
+def test_a_users_loss_takes_the_first_arguments_that_it_has_a_place_for_and_keeps_its_settings():
+    log_probs, old, advantages = draw()
+    expected = torch.where(MASK, -advantages * log_probs, 0)
+    losses = [
+        lambda new, _, a: -a * new,
+        lambda new, _, a, mask: -a * new,
+        lambda new, _, a, mask, scale=1.0: -a * new * scale,
+        lambda new, _, a, mask, cu_seqlens=None: -a * new * len(cu_seqlens) / 5,
+        lambda new, _, a, *, scale=1.0: -a * new * scale,
+        lambda *arguments: -arguments[2] * arguments[0],
+    ]
+    for loss in losses:
+        for result in (policy_loss(log_probs, old, advantages, MASK, CU_SEQLENS, loss=loss), FunctionLoss(loss)(*draw(), MASK, CU_SEQLENS)):
+            torch.testing.assert_close(result.terms, expected)
+
+
+def test_what_a_loss_returns_can_be_aggregated_as_it_is_and_boundaries_may_be_a_list():
+    for name in ("ppo", "gspo", "gmpo"):
+        terms = LOSSES[name](*draw(), MASK, CU_SEQLENS)
+        listed = LOSSES[name](*draw(), MASK, CU_SEQLENS.tolist())
+        assert torch.equal(terms.terms, listed.terms)
+        totals = [aggregate(x, MASK, CU_SEQLENS, "token-mean", Denominators(7, 3)) for x in (terms, terms.terms)]
+        assert torch.equal(*totals)
+    keys = [token_keys(ids, bounds, 14) for ids, bounds in ((range(4), CU_SEQLENS.tolist()), (torch.arange(4), CU_SEQLENS))]
+    assert torch.equal(*keys)
 
 
 def test_a_users_metric_that_is_a_mean_is_refused():
