@@ -9,6 +9,7 @@ import torch
 from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.functional.plan import BatchPlan
 from lightning_rlbatch.functional.planning import plan_mini_batch, recut
+from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT
 
 Role = Literal["update", "log_prob", "critic"]
 """Whose token budget: the policy's update, forward-only passes, the critic's passes."""
@@ -44,7 +45,7 @@ class BatchingOptions:
     equal_size: bool = False
     planner: Literal["global", "per_rank"] = "global"
     oversize: Literal["error", "isolate"] = "error"
-    coefficient: int = 24576
+    coefficient: int = DEFAULT_COEFFICIENT
     padded: bool = False
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.schema import Schema
+from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT
 from lightning_rlbatch.strategies.access import meshes_of
 
 
@@ -108,7 +109,7 @@ class ReplayDataModule(pl.LightningDataModule):
         equal_size: bool = False,
         planner: Literal["global", "per_rank"] = "global",
         oversize: Literal["error", "isolate"] = "error",
-        workload_coefficient: int = 24576,
+        workload_coefficient: int = DEFAULT_COEFFICIENT,
         seed: int | None = None,
     ) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from lightning_rlbatch.data.run_seed import run_seed
 from lightning_rlbatch.data.sources import NoValidation
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
+from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT
 from lightning_rlbatch.strategies.access import meshes_of
 
 _ORDER = ("seed", "train_batch_size", "num_prompts")  # of the passes over the prompts
@@ -92,7 +93,7 @@ class RolloutDataModule(pl.LightningDataModule):
         equal_size: bool = False,
         planner: Literal["global", "per_rank"] = "global",
         oversize: Literal["error", "isolate"] = "error",
-        workload_coefficient: int = 24576,
+        workload_coefficient: int = DEFAULT_COEFFICIENT,
         max_prompt_length: int = 1024,
         max_response_length: int = 1024,
         val_batch_size: int | None = None,

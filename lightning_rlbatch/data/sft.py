@@ -19,6 +19,7 @@ from lightning_rlbatch.data.sources import NoValidation
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.functional.packing import PackedBatch
+from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT
 from lightning_rlbatch.strategies.access import meshes_of
 
 DatasetSource: TypeAlias = Callable[[], Any] | Any
@@ -93,7 +94,7 @@ class SFTDataModule(pl.LightningDataModule):
         equal_size: bool = False,
         planner: Literal["global", "per_rank"] = "global",
         oversize: Literal["error", "isolate"] = "error",
-        workload_coefficient: int = 24576,
+        workload_coefficient: int = DEFAULT_COEFFICIENT,
         num_workers: int = 0,
         seed: int | None = None,
     ) -> None:

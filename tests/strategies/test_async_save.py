@@ -1,8 +1,6 @@
 """Checkpoints written in the background are the ones of the moment of saving, and complete when they have their name."""
 
-import multiprocessing
 import os
-import signal
 import threading
 import time
 import warnings
@@ -16,8 +14,8 @@ from lightning_rlbatch.callbacks import RLBatchModelCheckpoint
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.strategies.background import BackgroundSave, snapshot
 from lightning_rlbatch.testing import run_distributed
-from lightning_rlbatch.testing.distributed import free_port
 from tests.helpers import make_trainer
+from tests.strategies.killed_runs import steps_after_resuming, train_until_killed
 from tests.strategies.runs import adamw, assert_same_state, run, sft, sft_data
 
 
@@ -184,41 +182,13 @@ def test_links_that_would_move_too_early_are_refused(tmp_path):
     on_ranks(main, 1)
 
 
-def _save_for_ever(folder, sharded, port, rank, size):
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size))
-    torch.set_num_threads(1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    trainer = make_trainer(size, strategy(sharded), max_epochs=10_000, callbacks=[linked(folder)], enable_checkpointing=True)
-    trainer.fit(sft(optimizer=adamw), datamodule=sft_data())
-
-
 def test_killed_while_writing_in_the_background_the_last_checkpoint_loads(tmp_path):
-    context = multiprocessing.get_context("fork")
-    cases = [(True, 0.05), (True, 0.2), (False, 0.1)]
-    folders = [tmp_path / str(attempt) for attempt in range(len(cases))]
-    for folder, (sharded, delay) in zip(folders, cases):
-        port = free_port()
-        ranks = [context.Process(target=_save_for_ever, args=(str(folder), sharded, port, rank, 2), daemon=True) for rank in range(2)]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + 60
-        while not (folder / "last.ckpt").exists():
-            assert time.monotonic() < deadline, "no checkpoint was written"
-            time.sleep(0.02)
-        time.sleep(delay)
-        for process in ranks:
-            os.kill(process.pid, signal.SIGKILL)
-        for process in ranks:
-            process.join()
+    cases = {tmp_path / "sharded": (True, 0.05), tmp_path / "sharded, later": (True, 0.2), tmp_path / "one file": (False, 0.1)}
+    for folder, (sharded, delay) in cases.items():
 
-    def resume(rank, size):
-        warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-        steps = []
-        for folder in folders:
-            trainer = make_trainer(size, max_steps=1)
-            trainer.fit(sft(), datamodule=sft_data(), ckpt_path=str(folder / "last.ckpt"))
-            steps.append(trainer.global_step)
-        return steps
+        def fit(size, folder=folder, sharded=sharded):
+            trainer = make_trainer(size, strategy(sharded), max_epochs=10_000, callbacks=[linked(folder)], enable_checkpointing=True)
+            trainer.fit(sft(optimizer=adamw), datamodule=sft_data())
 
-    assert min(on_ranks(resume)[0]) >= 1
+        train_until_killed(fit, folder, delay)
+    assert min(steps_after_resuming([(folder, {"max_steps": 1}) for folder in cases])) >= 1

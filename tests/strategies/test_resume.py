@@ -1,9 +1,5 @@
 """A resumed run is the run that was never interrupted."""
 
-import multiprocessing
-import os
-import signal
-import time
 import warnings
 
 import pytest
@@ -13,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_rlbatch.strategies import FSDPMixedPrecision, RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
-from lightning_rlbatch.testing.distributed import free_port
 from tests.helpers import make_trainer, tiny_llama
+from tests.strategies.killed_runs import steps_after_resuming, train_until_killed
 from tests.strategies.runs import assert_same_state, final_state, ppo, rollouts, run, sft, sft_data
 
 KINDS = {
@@ -200,44 +196,17 @@ def test_loss_scale_of_half_precision_is_restored(tmp_path):
         assert restored == saved
 
 
-def _save_for_ever(folder, sharded, port, rank, size):
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size))
-    torch.set_num_threads(1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    saver = ModelCheckpoint(dirpath=folder, save_last=True, every_n_epochs=1, save_top_k=1)
-    run(sft(), sft_data(), size, strategy=strategy(sharded), max_epochs=10_000, callbacks=(saver,), enable_checkpointing=True)
-
-
 def test_killed_at_any_moment_the_last_checkpoint_loads(tmp_path):
-    context = multiprocessing.get_context("fork")
-    cases = [(sharded, attempt) for sharded in (False, True) for attempt in range(2)]
-    for sharded, attempt in cases:
-        folder = tmp_path / f"{sharded}{attempt}"
-        port = free_port()
-        ranks = [context.Process(target=_save_for_ever, args=(str(folder), sharded, port, rank, 2), daemon=True) for rank in range(2)]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + 60
-        while not (folder / "last.ckpt").exists():
-            assert time.monotonic() < deadline, "no checkpoint was written"
-            time.sleep(0.02)
-        time.sleep(0.05 + 0.117 * attempt)
-        for process in ranks:
-            os.kill(process.pid, signal.SIGKILL)
-        for process in ranks:
-            process.join()
+    cases = [(sharded, attempt, tmp_path / f"{sharded}{attempt}") for sharded in (False, True) for attempt in range(2)]
+    for sharded, attempt, folder in cases:
 
-    def resume(rank, size):
-        warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-        steps = []
-        for sharded, attempt in cases:
-            trainer = make_trainer(size, strategy(sharded), max_epochs=1)
-            trainer.fit(sft(), datamodule=sft_data(), ckpt_path=str(tmp_path / f"{sharded}{attempt}" / "last.ckpt"))
-            steps.append(trainer.global_step)
-        return steps
+        def fit(size, sharded=sharded, folder=folder):
+            saver = ModelCheckpoint(dirpath=folder, save_last=True, every_n_epochs=1, save_top_k=1)
+            run(sft(), sft_data(), size, strategy=strategy(sharded), max_epochs=10_000, callbacks=(saver,), enable_checkpointing=True)
 
-    assert min(on_ranks(resume, 2)[0]) >= 3
+        train_until_killed(fit, folder, delay=0.05 + 0.117 * attempt)
+    runs = [(folder, {"strategy": strategy(sharded), "max_epochs": 1}) for sharded, _, folder in cases]
+    assert min(steps_after_resuming(runs)) >= 3
 
 
 def test_a_damaged_or_missing_checkpoint_is_named(tmp_path):
