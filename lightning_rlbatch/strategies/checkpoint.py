@@ -59,8 +59,12 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not self.collectives_are_lost:
+        if self.collectives_are_lost:
+            return
+        if self.failure_report is None or self._world_group is None:
             super().barrier(name)
+        else:
+            self.failure_report.meet(self._world_group)  # a rank that fails before it gets here need not be waited for
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

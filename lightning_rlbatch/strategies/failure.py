@@ -2,27 +2,31 @@
 
 import os
 import re
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_rlbatch.distributed.failure import PeerFailedError, was_told_to
+from lightning_rlbatch.distributed.reductions import collective_device
 
 # How the errors begin that a rank gets when another one has gone: gloo, NCCL, torch's store, our own `fail_together`.
 _LOST = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|socket|TCPStore|ProcessGroup|[Pp]rocess group"
     r"|Another rank was lost"
 )
-_NOTE, _SEEN, _SURVIVOR = "failure", "seen", "survivor"
+_NOTE, _SEEN, _SURVIVOR, _OVER, _CLOSED = "failure", "seen", "survivor", "over", "closed"
 _TORCH = Path(dist.__file__).parent.parent
 
 
@@ -50,8 +54,9 @@ class FailureReport:
 
     A rank that raises leaves a note there. A thread of every rank looks for one once a second, over a connection of its own. The
     failed rank ends when all have seen it; its connections close with it, so that ranks which wait for it in a collective get an error
-    from the backend, in place of which the note is raised. A backend that does not notice (NCCL) leaves them waiting: then the thread
-    prints the note and ends the process.
+    from the backend, in place of which the note is raised. :meth:`meet` waits for the other ranks and for a note together. Where the
+    main thread waits for ever in native code (NCCL does not notice a lost rank), the watching thread ends the process, and says why:
+    after a note, and when the store has gone with rank 0 though the run is not over.
 
     Args:
         rank: This rank.
@@ -72,27 +77,79 @@ class FailureReport:
         self._token = f"rlbatch/{token}"
         self._store = distributed_c10d.PrefixStore(self._token, self._base)
         self._note: str | None = None
+        self._counted: set[str] = set()
+        self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name="rlbatch-failure-watch")
+        # A connection of its own, else a waiting call of the main thread blocks it; made now that rank 0 is there to answer.
+        store = distributed_c10d.PrefixStore(self._token, self._base.clone())
+        self._watcher = threading.Thread(target=self._watch, args=(store,), daemon=True, name="rlbatch-failure-watch")
         self._watcher.start()
 
-    def close(self) -> None:
-        """Stop watching: the run is over."""
+    def close(self, *, in_order: bool = False) -> None:
+        """Stop watching: the run is over.
+
+        Args:
+            in_order: Whether it ended well on this rank. Rank 0 then waits until all others know that the run is over, a few seconds at
+                most: to a rank with more to do after the last collective, a store that has gone means that rank 0 was lost.
+        """
+        if in_order and not self._ended.is_set():
+            with suppress(RuntimeError):
+                self._count(self._store, _CLOSED)
+                if self.rank == 0:
+                    self._store.set(_OVER, "")
+                    self._wait(lambda: self._store.add(_CLOSED, 0) >= self.world_size)
         self._ended.set()
 
-    def _watch(self) -> None:
-        store = distributed_c10d.PrefixStore(self._token, self._base.clone())  # else a waiting call of the main thread blocks this one
-        try:
-            while not self._ended.wait(1.0):
+    def _count(self, store: Any, name: str) -> None:
+        """Add this rank to those that have seen the note, or have closed, once."""
+        with self._lock:
+            if name not in self._counted:
+                self._counted.add(name)
+                store.add(name, 1)
+
+    def _watch(self, store: Any) -> None:
+        while not self._ended.wait(1.0):
+            try:
                 if store.check([_NOTE]):
                     self._note = store.get(_NOTE).decode()
-                    store.add(_SEEN, 1)
-                    break
-        except RuntimeError:  # rank 0 has gone with its store; the main thread notices by itself
+                    self._count(store, _SEEN)
+                    self._end_process(self._note)
+                    return
+                if store.check([_OVER]):
+                    self._count(store, _CLOSED)
+                    return
+            except RuntimeError:
+                if _is_gone(self._base):
+                    self._end_process("Rank 0 was lost: it ended without an error of its own, or was killed.")
+                    return
+
+    def _end_process(self, reason: str) -> None:
+        """End this process if the main thread has not ended by itself after a while."""
+        if self._ended.wait(self.grace):
             return
-        if self._note is not None and not self._ended.wait(self.grace):
-            print(f"Rank {self.rank} ends because another one failed and it cannot go on.\n{self._note}", file=sys.stderr, flush=True)
-            os._exit(1)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        where = "" if frame is None else "It waits in:\n" + "".join(traceback.format_stack(frame)[-3:])
+        print(f"Rank {self.rank} ends because another one failed and it cannot go on.\n{reason}\n{where}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def meet(self, group: dist.ProcessGroup) -> None:
+        """Wait for all ranks, and give up when one of them has left a note; collective.
+
+        Args:
+            group: All ranks.
+
+        Raises:
+            PeerFailedError: Another rank failed; it need not come here.
+        """
+        arrived = dist.all_reduce(torch.zeros(1, device=collective_device(group)), group=group, async_op=True)
+        assert arrived is not None  # this rank belongs to the group
+        pause = 1e-4
+        while not arrived.is_completed():
+            if self._note is not None:
+                raise PeerFailedError(self._note)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        arrived.wait()
 
     def translate(self, error: BaseException) -> BaseException:
         """Return the error that this rank should raise: its own, or the one that another rank left a note of.
@@ -126,7 +183,7 @@ class FailureReport:
 
     def _leave_note(self, error: BaseException) -> None:
         if isinstance(error, PeerFailedError):
-            self._store.add(_SEEN, 1)  # the failing rank itself leaves the note, and need not wait for this one
+            self._count(self._store, _SEEN)  # the failing rank itself leaves the note, and need not wait for this one
             return
         try:
             text = f"{type(error).__name__}: {error}"
@@ -149,7 +206,11 @@ class FailureReport:
                 " RLBatchFSDPStrategy(check_collectives=True) names the first difference."
             )
         missing = ", ".join(str(rank) for rank in ranks if not self._store.check([f"{_SURVIVOR}/{rank}"]))
-        return f"Rank {missing} was lost without an error of its own: killed, out of host memory, or crashed in native code."
+        finding = (
+            f"Rank {missing} was lost without an error of its own: killed, out of host memory, crashed in native code, or busy for longer"
+            " than the others wait (`timeout`)."
+        )
+        return str(self._store.compare_set(_NOTE, "", finding), errors="replace")  # a rank that is busy for ever ends by it
 
     def _leave_groups(self) -> None:
         """Make every later collective of this process a plain error or nothing, in place of an endless wait."""
@@ -166,6 +227,20 @@ class FailureReport:
         return True
 
 
+def _is_gone(store: Any) -> bool:
+    """Return whether a store over TCP has no server any more; False for others, and if it only was too slow to answer."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if host is None or port is None:
+        return False
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except OSError:
+        return True
+    return False
+
+
 def _is_lost_peer(error: BaseException | None) -> bool:
     """Return whether an error, or what caused it, comes from torch's communication, not from a reward server or a logger."""
     while error is not None and not isinstance(error, PeerFailedError):
@@ -177,7 +252,10 @@ def _is_lost_peer(error: BaseException | None) -> bool:
 
 def _was_raised_in_torch(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(_TORCH)
+    if not frames:
+        return False
+    last = Path(frames[-1].filename)
+    return last.is_relative_to(_TORCH) or last == Path(__file__)  # `FailureReport.meet` waits in native code itself
 
 
 class Guarded:
@@ -197,7 +275,7 @@ class Guarded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""
         try:
-            return self.function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
         except BaseException as error:
             self.strategy.join_saves(self.patience)  # the others wait in a collective: what is being written can still become complete
             report: FailureReport | None = self.strategy.failure_report
@@ -207,3 +285,6 @@ class Guarded:
             if told is error:
                 raise
             raise told from error
+        if self.strategy.failure_report is not None:
+            self.strategy.failure_report.close(in_order=True)
+        return result

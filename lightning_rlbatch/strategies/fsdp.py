@@ -16,7 +16,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -225,6 +225,7 @@ class RLBatchFSDPStrategy(SynchronizingStrategy):
         if self.async_save:
             check_links(trainer)
         self.accelerator.setup(trainer)
+        self.barrier("configure_model")  # a rank that could not build its models ends all of them here, before they communicate
         self.parallelize(self.model)
         self.model_to_device()
         self.barrier()
@@ -279,7 +280,9 @@ class RLBatchFSDPStrategy(SynchronizingStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        if self.failure_report is not None:
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        # After a run that ended well there are hooks to come, which communicate: `Guarded` ends the watch behind them.
+        if self.failure_report is not None and (trainer is None or trainer.state.status != TrainerStatus.RUNNING):
             self.failure_report.close()
 
     @override

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 import warnings
 
@@ -15,7 +16,8 @@ from tests.helpers import ToyTokenizer, length_reward, make_trainer, tiny_llama
 from tests.strategies.runs import adamw, prompt_rows
 
 TOGETHER = ("reward", "generation", "validation")  # what a rank runs alone: an error there is raised on all ranks, in step
-APART = ("data setup", "log-probs", "loss", "backward", "optimizer step", "checkpoint", "callback")
+SETUP = ("data setup", "model loading")  # before the first step
+APART = (*SETUP, "log-probs", "loss", "backward", "optimizer step", "checkpoint", "callback")
 RANKS = (0, 1)
 
 
@@ -38,6 +40,18 @@ def raise_boom():
     raise BoomError("the cause")
 
 
+def leave():
+    sys.exit(3)
+
+
+def exit_early():
+    os._exit(0)
+
+
+def sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -46,6 +60,10 @@ class FaultyModule(PPOModule):
     def __init__(self, fault, **options):
         super().__init__(tiny_llama, [length_reward], advantage=GRPO(), optimizer=adamw, **options)
         self.fault = fault
+
+    def build_models(self):
+        self.fault("model loading")
+        super().build_models()
 
     def compute_rewards(self, **arguments):
         if self.trainer.validating:

@@ -1,7 +1,6 @@
 """Whichever rank fails in whichever phase: every rank ends within seconds, and says what happened where."""
 
 import os
-import signal
 import tempfile
 import time
 import warnings
@@ -14,7 +13,7 @@ from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 from lightning_rlbatch.testing.distributed import free_port
 from tests.helpers import make_trainer
-from tests.strategies.faults import APART, RANKS, TOGETHER, faulty_run, kill, raise_boom
+from tests.strategies.faults import APART, RANKS, SETUP, TOGETHER, exit_early, faulty_run, kill, leave, raise_boom, sigterm
 from tests.strategies.runs import ppo, prompt_rows, rollouts, sft, sft_data
 
 
@@ -43,11 +42,16 @@ def on_ranks(world_size, *args, expect_dead=(), **kwargs):
 
 
 def matrix(cases, action, folder):
-    """Run several worlds of two ranks at once, each with one fault; return the results by case, None for a rank that was killed.
+    """Return the results of :func:`matrix_rows` by case."""
+    return dict(zip(cases, matrix_rows(cases, action, folder)))
+
+
+def matrix_rows(cases, action, folder):
+    """Run several worlds of two ranks at once, each with one fault; return the results per case, None for a rank that was killed.
 
     Args:
         cases: (phase, rank of the fault) per world.
-        action: What happens there.
+        action: What happens there; or one per case.
         folder: For results and checkpoints.
     """
     ports = [free_port() for _ in cases]
@@ -55,19 +59,19 @@ def matrix(cases, action, folder):
     def main(process, _):
         number, rank = divmod(process, 2)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=str(ports[number]))
-        phase, bad_rank = cases[number]
+        (phase, bad_rank), act = cases[number], action if callable(action) else action[number]
         file = folder / f"{process}.pt"
         child = os.fork()  # a killed rank must not end this process, which reports it
         if child == 0:
             saver = ModelCheckpoint(str(folder / str(number)), every_n_epochs=1, save_top_k=-1)
-            torch.save(faulty_run(rank, 2, phase, bad_rank, action, callbacks=(saver,)), file)
+            torch.save(faulty_run(rank, 2, phase, bad_rank, act, callbacks=(saver,)), file)
             time.sleep(1.0)  # the other rank may still be using this one's connections
             os._exit(0)
         os.waitpid(child, 0)
         return torch.load(file) if file.exists() else None
 
     results = run_distributed(main, 2 * len(cases), init_process_group=False, timeout=80)
-    return {case: results[2 * number : 2 * number + 2] for number, case in enumerate(cases)}
+    return [results[first : first + 2] for first in range(0, len(results), 2)]
 
 
 @pytest.mark.parametrize("bad_rank", RANKS)
@@ -104,6 +108,21 @@ def test_a_killed_rank_ends_all_ranks_naming_it(bad_rank, tmp_path):
         assert seconds < 30, case
         checkpoints = list((tmp_path / str(list((*TOGETHER, *APART)).index(case[0]))).glob("*.ckpt"))
         assert all("state_dict" in torch.load(path, weights_only=True) for path in checkpoints), case
+
+
+def test_a_rank_that_stops_before_the_first_step_ends_all_ranks_naming_it(tmp_path):
+    cases = [("data setup", 0), ("data setup", 1), ("data setup", 1), ("model loading", 0), ("model loading", 1)]
+    actions = [leave, exit_early, sigterm, exit_early, leave]
+    for (phase, bad_rank), action, results in zip(cases, actions, matrix_rows(cases, actions, tmp_path)):
+        own, (name, text, seconds, _) = results[bad_rank], results[1 - bad_rank]
+        assert name == "PeerFailedError", (phase, bad_rank)
+        if action is leave:
+            assert own[:2] == ("SystemExit", "3")
+            assert f"Rank {bad_rank} failed: SystemExit: 3" in text
+        else:
+            assert own is None
+            assert f"Rank {bad_rank} was lost" in text
+        assert seconds < 30
 
 
 def test_an_error_of_a_phase_that_ranks_run_alone_leaves_them_able_to_save_and_to_run_again(tmp_path):
@@ -145,7 +164,7 @@ def _exit_with(result):
 
 
 def test_sigterm_on_one_rank_in_any_phase_ends_all_ranks_after_the_same_step_and_saves(tmp_path):
-    cases = [(phase, bad_rank) for phase in (*TOGETHER, *APART[1:]) for bad_rank in RANKS]
+    cases = [(phase, bad_rank) for phase in (*TOGETHER, *APART) if phase not in SETUP for bad_rank in RANKS]
 
     def main(rank, size):
         results = []
@@ -153,9 +172,6 @@ def test_sigterm_on_one_rank_in_any_phase_ends_all_ranks_after_the_same_step_and
             saver = ModelCheckpoint(str(tmp_path / str(number)), "saved", save_on_exception=True, every_n_epochs=2, save_top_k=-1)
             results.append(faulty_run(rank, size, phase, bad_rank, sigterm, callbacks=(saver,), with_step=True))
         return results
-
-    def sigterm():
-        os.kill(os.getpid(), signal.SIGTERM)
 
     first, second = run_distributed(main, 2, init_process_group=False)
     for number, (case, one, other) in enumerate(zip(cases, first, second)):
