@@ -29,6 +29,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.strategy --steps 200
 	$(BIN)/python -m benchmarks.balancing --seeds 1
 	$(BIN)/python -m benchmarks.exchange
+	$(BIN)/python -m benchmarks.weight_sync --repeats 3
 	$(BIN)/python -m benchmarks.generation
 	$(BIN)/python -m benchmarks.attention --tokens 4096 --ranks 2
 	$(BIN)/python -m benchmarks.scoring --vocabulary 32000 --dtype fp32

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import iteration, scale, startup, strategy, trainers, update
+from benchmarks import iteration, scale, startup, strategy, trainers, update, weight_sync
 from benchmarks.gpu import draw_lengths
 from benchmarks.workloads import FAMILIES, make_batch, make_workload
 from examples.hanoi.model import build_policy
@@ -110,6 +110,12 @@ def test_strategies_are_timed_on_two_ranks():
         for seconds, calls in run_distributed(strategy.measure, 2, name, 3, init_process_group=False):
             assert seconds > 0
             assert calls > 100
+
+
+def test_streams_of_weights_are_measured_on_two_ranks():
+    for results in run_distributed(weight_sync.measure, 2, 64, 32, 1, 1):
+        assert results.keys() == {"ours", "full_tensor"}
+        assert all(seconds > 0 for _, seconds in results.values())
 
 
 def test_growth_of_n_log_n_is_one_and_of_n_squared_is_about_two():

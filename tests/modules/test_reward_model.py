@@ -19,7 +19,6 @@ SEQUENCES = [[5, 7, 9], [3], [4, 4, 4, 8, 1, 2, 30, 11], [6, 2], [9] * 13]
 
 
 def reward_model() -> LlamaForSequenceClassification:
-    torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=50,
         hidden_size=32,
@@ -30,7 +29,9 @@ def reward_model() -> LlamaForSequenceClassification:
         num_labels=1,
         pad_token_id=49,
     )
-    return LlamaForSequenceClassification(config)
+    with torch.random.fork_rng(devices=[]):  # torch's seed is that of the runs' data
+        torch.manual_seed(3)
+        return LlamaForSequenceClassification(config)
 
 
 def one_by_one() -> list[float]:
