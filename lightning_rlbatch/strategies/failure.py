@@ -1,5 +1,6 @@
 """When one rank fails, end the others within seconds and tell them which rank it was and why."""
 
+import faulthandler
 import os
 import re
 import socket
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ class FailureReport:
         self.grace = grace
         self.collectives_are_lost = False
         # Holds the store alive too: rank 0 serves it to the others when its own groups are gone.
-        self._base: Any = distributed_c10d._get_default_store()
+        self._base = cast(Any, distributed_c10d._get_default_store())
         self._token = f"rlbatch/{token}"
         self._store = distributed_c10d.PrefixStore(self._token, self._base)
         self._note: str | None = None
@@ -81,7 +82,7 @@ class FailureReport:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         # A connection of its own, else a waiting call of the main thread blocks it; made now that rank 0 is there to answer.
-        store = distributed_c10d.PrefixStore(self._token, self._base.clone())
+        store: Any = distributed_c10d.PrefixStore(self._token, self._base.clone())
         self._watcher = threading.Thread(target=self._watch, args=(store,), daemon=True, name="rlbatch-failure-watch")
         self._watcher.start()
 
@@ -127,9 +128,9 @@ class FailureReport:
         """End this process if the main thread has not ended by itself after a while."""
         if self._ended.wait(self.grace):
             return
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        where = "" if frame is None else "It waits in:\n" + "".join(traceback.format_stack(frame)[-3:])
-        print(f"Rank {self.rank} ends because another one failed and it cannot go on.\n{reason}\n{where}", file=sys.stderr, flush=True)
+        print(f"Rank {self.rank} ends because another one failed and it cannot go on.\n{reason}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError, RuntimeError):  # a stderr that is no file
+            faulthandler.dump_traceback(sys.stderr)  # where each thread waits
         os._exit(1)
 
     def meet(self, group: dist.ProcessGroup) -> None:
