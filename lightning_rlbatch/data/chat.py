@@ -55,8 +55,9 @@ def render(tokenizer: "Tokenizer", messages: Conversation, options: Mapping[str,
 
 def encode_rendered(tokenizer: "Tokenizer", text: str) -> list[int]:
     """Return the token ids of a text as it stands: no special tokens are added, those spelled out in it are recognised."""
-    arguments = {"add_special_tokens": False} if "add_special_tokens" in inspect.signature(tokenizer.encode).parameters else {}
-    return list(tokenizer.encode(text, **arguments))
+    parameters = inspect.signature(tokenizer.encode).parameters.values()
+    takes_option = any(parameter.name == "add_special_tokens" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return list(tokenizer.encode(text, **({"add_special_tokens": False} if takes_option else {})))
 
 
 def encode_reply(tokenizer: "Tokenizer", message: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> list[int]:

@@ -1,6 +1,5 @@
 """Read rollouts that other trainers dumped as text."""
 
-import inspect
 import json
 import math
 import re
@@ -190,8 +189,7 @@ def encode_completion(tokenizer: Tokenizer, completion: Any, *, append_eos: bool
     Raises:
         ValueError: It is neither.
     """
-    special = {"add_special_tokens": False} if _takes_special_tokens(tokenizer) else {}
-    ids = list(tokenizer.encode(completion_text(completion), **special))
+    ids = encode_rendered(tokenizer, completion_text(completion))
     return [*ids, tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else ids
 
 
@@ -269,11 +267,6 @@ def iteration_of(row: Mapping[str, Any], number: int, place: str) -> int:
 
 def _said_before(text: str) -> None:
     """Say nothing: the file was read as a whole when the dump was opened."""
-
-
-def _takes_special_tokens(tokenizer: Tokenizer) -> bool:
-    parameters = inspect.signature(tokenizer.encode).parameters.values()
-    return any(parameter.name == "add_special_tokens" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def dump_files(path: Path) -> list[Path]:

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from lightning_rlbatch.data.store import SAMPLE_ID, RolloutTable
+from lightning_rlbatch.data.store import SAMPLE_ID, RolloutTable, describe_samples
 from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.distributed.reductions import all_gather_rows
 from lightning_rlbatch.functional.packing import PackedBatch
@@ -261,22 +261,12 @@ def gather_recorded_table(samples: PackedBatch, num_prompts: int, rollouts_per_p
     Raises:
         ValueError: An id occurs twice or is out of range; on every rank.
     """
-    num_response = [part.sum() for part in samples.split_per_sample("response_mask")]
-    counted = torch.stack(num_response) if num_response else torch.zeros(0)
-    truncated = samples["truncated"] if "truncated" in samples else torch.zeros(samples.num_samples)
-    columns = [samples[SAMPLE_ID], samples.lengths, counted, truncated, samples["reward"]]
-    rows, _ = all_gather_rows(torch.stack([column.double() for column in columns], dim=1), meshes.world_group)
+    own = torch.cat([samples[SAMPLE_ID].double()[:, None], describe_samples(samples)], dim=1)
+    rows, _ = all_gather_rows(own, meshes.world_group)
     size = num_prompts * rollouts_per_prompt
     ids = rows[:, 0].long()
     if len(ids) and (len(set(ids.tolist())) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= size):
         raise ValueError(f"Expected recorded rollouts with different ids from 0 to {size - 1} but got {sorted(ids.tolist())[:20]}...")
-    table = torch.tensor([[0.0, 0.0, 0.0, torch.nan]], dtype=torch.float64).repeat(size, 1)
+    table = torch.tensor([[0.0, 0.0, torch.nan, 0.0]], dtype=torch.float64).repeat(size, 1)
     table[ids] = rows[:, 1:]
-    return RolloutTable(
-        lengths=[int(value) for value in table[:, 0].tolist()],
-        num_response_tokens=[int(value) for value in table[:, 1].tolist()],
-        rewards=table[:, 3].clone(),
-        truncated=table[:, 2].bool(),
-        group_ids=torch.arange(num_prompts).repeat_interleave(rollouts_per_prompt),
-        rollouts_per_prompt=rollouts_per_prompt,
-    )
+    return RolloutTable.of_rows(table, torch.arange(num_prompts).repeat_interleave(rollouts_per_prompt), rollouts_per_prompt)

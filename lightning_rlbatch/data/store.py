@@ -37,6 +37,18 @@ class RolloutTable:
     group_ids: Tensor
     rollouts_per_prompt: int
 
+    @classmethod
+    def of_rows(cls, rows: Tensor, group_ids: Tensor, rollouts_per_prompt: int) -> "RolloutTable":
+        """Make a table of what :func:`describe_samples` returned on all ranks, ``[N, 4]`` by id."""
+        return cls(
+            lengths=[int(value) for value in rows[:, 0].tolist()],
+            num_response_tokens=[int(value) for value in rows[:, 1].tolist()],
+            rewards=rows[:, 2].clone(),
+            truncated=rows[:, 3].bool(),
+            group_ids=group_ids,
+            rollouts_per_prompt=rollouts_per_prompt,
+        )
+
     def __len__(self) -> int:
         """Return the number of rollouts."""
         return len(self.lengths)
@@ -48,6 +60,22 @@ class RolloutTable:
         return [index for prompt in prompts for index in range(prompt * size, (prompt + 1) * size) if not missing[index]]
 
 
+def describe_samples(samples: PackedBatch) -> Tensor:
+    """Return what a :class:`RolloutTable` holds of samples: ``[n, 4]`` float64 on the CPU, for :meth:`RolloutTable.of_rows`.
+
+    Args:
+        samples: Per-sample field ``reward``, and ``truncated`` (False where it is missing).
+    """
+    responses = [part.sum() for part in samples.split_per_sample("response_mask")]
+    columns = (
+        samples.lengths,
+        torch.stack(responses) if responses else torch.zeros(0),
+        samples["reward"],
+        samples["truncated"] if "truncated" in samples else torch.zeros(samples.num_samples),
+    )
+    return torch.stack([column.cpu().double() for column in columns], dim=1)
+
+
 def gather_table(samples: PackedBatch, group_ids: Tensor, rollouts_per_prompt: int, meshes: Meshes) -> RolloutTable:
     """Tell every rank the lengths and rewards of all rollouts.
 
@@ -57,18 +85,8 @@ def gather_table(samples: PackedBatch, group_ids: Tensor, rollouts_per_prompt: i
         rollouts_per_prompt: Group size.
         meshes: Groups of the run.
     """
-    lengths = samples.lengths.double()
-    num_response = torch.stack([part.sum() for part in samples.split_per_sample("response_mask")]) if samples.num_samples else lengths
-    rows = torch.stack([lengths, num_response.cpu().double(), samples["reward"].cpu().double(), samples["truncated"].cpu().double()], dim=1)
-    rows, _ = all_gather_rows(rows, meshes.world_group)
-    return RolloutTable(
-        lengths=[int(value) for value in rows[:, 0].tolist()],
-        num_response_tokens=[int(value) for value in rows[:, 1].tolist()],
-        rewards=rows[:, 2],
-        truncated=rows[:, 3].bool(),
-        group_ids=group_ids,
-        rollouts_per_prompt=rollouts_per_prompt,
-    )
+    rows, _ = all_gather_rows(describe_samples(samples), meshes.world_group)
+    return RolloutTable.of_rows(rows, group_ids, rollouts_per_prompt)
 
 
 class RolloutStore:
