@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import checkpoint_layers
+from tiny_models import SIZES, VOCAB, checkpoint_layers, noisy_model, response_batch
 from torch import Tensor, nn
 
 from lightning_rlbatch.functional.packing import PackedBatch
@@ -12,50 +12,17 @@ from lightning_rlbatch.models.output_heads import ValueHead
 from lightning_rlbatch.models.scored_positions import shift_to_sources
 from lightning_rlbatch.models.scorer import TokenScorer
 
-VOCABULARY = 50
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def tiny(kind: str = "Llama", seed: int = 0, **changes: Any) -> Any:
-    """A random model whose logits are large enough to tell tokens apart."""
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": tiny,
-    "tied qwen2": lambda: tiny("Qwen2", tie_word_embeddings=True),
-    "gemma2 (soft cap)": lambda: tiny("Gemma2", head_dim=4, final_logit_softcapping=2.0, sliding_window=4, attn_implementation="eager"),
-    "cohere (logit scale)": lambda: tiny("Cohere", logit_scale=0.3),
-    "granite (logits scaling)": lambda: tiny("Granite", logits_scaling=3.0),
-    "phi (head bias)": lambda: tiny("Phi", num_key_value_heads=8),
-    "gpt-neox (embed_out)": lambda: tiny("GPTNeoX", use_parallel_residual=True),
+    "llama": noisy_model,
+    "tied qwen2": lambda: noisy_model("Qwen2", tie_word_embeddings=True),
+    "gemma2 (soft cap)": lambda: noisy_model(
+        "Gemma2", head_dim=4, final_logit_softcapping=2.0, sliding_window=4, attn_implementation="eager"
+    ),
+    "cohere (logit scale)": lambda: noisy_model("Cohere", logit_scale=0.3),
+    "granite (logits scaling)": lambda: noisy_model("Granite", logits_scaling=3.0),
+    "phi (head bias)": lambda: noisy_model("Phi", num_key_value_heads=8),
+    "gpt-neox (embed_out)": lambda: noisy_model("GPTNeoX", use_parallel_residual=True),
 }
-
-
-def make_batch(lengths: tuple[int, ...] = (5, 1, 9, 2, 6), seed: int = 0, prompt: int = 2) -> PackedBatch:
-    generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for length in lengths:
-        ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
-        samples.append({"input_ids": ids, "response_mask": torch.arange(length) >= min(prompt, length)})
-    return PackedBatch.from_samples(samples)
 
 
 def reference(model: Any, batch: PackedBatch, temperature: Tensor | None = None, value: ValueHead | None = None) -> list[Tensor]:
@@ -102,7 +69,7 @@ def weighted(*columns: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("remove_padding", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_and_gradients_equal_each_sample_alone_through_the_models_own_logits(family: str, remove_padding: bool) -> None:
-    batch, model = make_batch(), FAMILIES[family]()
+    batch, model = response_batch(), FAMILIES[family]()
     expected = reference(model, batch)  # before packed attention is attached
     expected_gradients = gradients(model, weighted(*expected[:2]))
     scores = TokenScorer(model, remove_padding=remove_padding)(batch, with_entropy=True)
@@ -113,7 +80,7 @@ def test_scores_and_gradients_equal_each_sample_alone_through_the_models_own_log
 
 @pytest.mark.parametrize("remove_padding", [True, False], ids=["packed", "padded"])
 def test_temperature_may_differ_per_sample(remove_padding: bool) -> None:
-    batch, model = make_batch(), tiny()
+    batch, model = response_batch(), noisy_model()
     temperature = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.8])
     expected = reference(model, batch, temperature)
     scorer = TokenScorer(model, remove_padding=remove_padding)
@@ -126,7 +93,7 @@ def test_temperature_may_differ_per_sample(remove_padding: bool) -> None:
 
 
 def test_values_come_from_the_state_before_the_token_and_train_the_backbone() -> None:
-    batch, model = make_batch(), tiny()
+    batch, model = response_batch(), noisy_model()
     scorer = TokenScorer(model, value_head=True)
     assert scorer.value_head is not None
     assert scorer.attention is not None
@@ -145,26 +112,26 @@ def test_values_come_from_the_state_before_the_token_and_train_the_backbone() ->
 def test_a_critic_needs_no_lm_head() -> None:
     torch.manual_seed(0)
     scorer = TokenScorer(transformers.LlamaModel(transformers.LlamaConfig(**SIZES)), value_head=True)
-    values = scorer(make_batch(), with_log_probs=False, with_values=True).values
+    values = scorer(response_batch(), with_log_probs=False, with_values=True).values
     assert values is not None
     assert torch.equal(values, torch.zeros(23))  # the head starts at zero
     with pytest.raises(ValueError, match="LlamaModel has none"):
-        scorer(make_batch())
+        scorer(response_batch())
 
 
 def test_without_a_response_mask_all_but_first_tokens_are_scored() -> None:
-    batch, model = make_batch(), tiny()
+    batch, model = response_batch(), noisy_model()
     everything = batch.with_fields(per_token={"response_mask": batch.position_ids > 0})
     scorer = TokenScorer(model)
     torch.testing.assert_close(scorer(batch.without_fields(["response_mask"])).log_probs, scorer(everything).log_probs)
 
 
 def test_positions_outside_the_response_are_zero_and_the_neighbours_token_is_never_scored() -> None:
-    batch = make_batch((3, 4), prompt=1)
+    batch = response_batch(3, 4, prompt=1)
     targets, scored = shift_to_sources(batch)
     assert scored.tolist() == [True, True, False, True, True, True, False]
     assert targets[scored].tolist() == batch["input_ids"][batch["response_mask"]].tolist()
-    log_probs = TokenScorer(tiny())(batch).log_probs
+    log_probs = TokenScorer(noisy_model())(batch).log_probs
     assert log_probs is not None
     assert (log_probs != 0).tolist() == batch["response_mask"].tolist()
 
@@ -172,8 +139,8 @@ def test_positions_outside_the_response_are_zero_and_the_neighbours_token_is_nev
 @pytest.mark.parametrize("remove_padding", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7])
 def test_a_filler_scores_zero_and_reaches_every_parameter_that_a_real_batch_reaches(num_tokens: int, remove_padding: bool) -> None:
-    batch = make_batch()
-    scorer = TokenScorer(tiny(), value_head=True, remove_padding=remove_padding)
+    batch = response_batch()
+    scorer = TokenScorer(noisy_model(), value_head=True, remove_padding=remove_padding)
     real = scorer(batch, with_entropy=True, with_values=True)
     filler = scorer(PackedBatch.filler(batch.schema, num_tokens), with_entropy=True, with_values=True)
     assert all(column is not None and torch.equal(column, torch.zeros(num_tokens)) for column in filler)
@@ -183,7 +150,7 @@ def test_a_filler_scores_zero_and_reaches_every_parameter_that_a_real_batch_reac
 
 
 def test_activation_checkpointing_gives_the_same_gradients() -> None:
-    batch, model = make_batch(), tiny()
+    batch, model = response_batch(), noisy_model()
     scorer = TokenScorer(model)
     expected = gradients(scorer, weighted(scorer(batch).log_probs))
     checkpoint_layers(model)
@@ -192,14 +159,14 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
 
 
 def test_what_cannot_be_done_is_refused_with_the_way_out() -> None:
-    batch, scorer = make_batch(), TokenScorer(tiny())
+    batch, scorer = response_batch(), TokenScorer(noisy_model())
     with pytest.raises(ValueError, match=r"no samples.*filler"):
         scorer(PackedBatch.empty(batch.schema))
     with pytest.raises(ValueError, match="value_head=True"):
         scorer(batch, with_values=True)
     with pytest.raises(ValueError, match="Nothing was asked for"):
         scorer(batch, with_log_probs=False)
-    capped = tiny("Gemma2", head_dim=4, attn_implementation="eager")
+    capped = noisy_model("Gemma2", head_dim=4, attn_implementation="eager")
     capped.config._attn_implementation = "sdpa"  # what transformers before 5.21 lets a model have
     with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.*'sdpa'.*attn_implementation to 'eager'"):
         TokenScorer(capped, remove_padding=False)
@@ -214,10 +181,10 @@ def test_a_head_that_does_more_than_multiply_by_its_weight_is_refused() -> None:
         def forward(self, states: Tensor) -> Tensor:
             return super().forward(states) + 1
 
-    model = tiny()
-    model.set_output_embeddings(Adapted(32, VOCABULARY))
+    model = noisy_model()
+    model.set_output_embeddings(Adapted(32, VOCAB))
     with pytest.raises(TypeError, match="Adapted with a forward of its own"):
-        TokenScorer(model)(make_batch())
+        TokenScorer(model)(response_batch())
 
 
 @pytest.mark.parametrize("remove_padding", [True, False])
@@ -226,7 +193,7 @@ def test_logits_that_the_head_alone_does_not_give_are_found_before_any_training(
     model = transformers.BertLMHeadModel(transformers.BertConfig(**sizes))
     with pytest.raises(RuntimeError, match=r"BertLMHeadModel cannot be scored from its LM head.*logit_scale=1"):
         TokenScorer(model, remove_padding=remove_padding)
-    scaled = tiny("Cohere", logit_scale=0.3)
+    scaled = noisy_model("Cohere", logit_scale=0.3)
     scaled.config.logit_scale = 0.6  # as if the family's factor were unknown: the model keeps its own copy
     with pytest.raises(RuntimeError, match=r"logit_scale=0\.6.*differ from the model's own by 1\.0e\+00"):
         TokenScorer(scaled, remove_padding=remove_padding)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from tiny_models import checkpoint_layers
+from tiny_models import checkpoint_layers, noisy_model, response_batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -16,33 +15,9 @@ from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer, TokenScores
 from lightning_rlbatch.testing import run_distributed
 
-VOCABULARY = 50
 
-
-def make_model(tied: bool = False, **changes: Any) -> Any:
-    torch.manual_seed(3)
-    config = transformers.Qwen2Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-        **{"num_attention_heads": 8, "num_key_value_heads": 2, **changes},
-    )
-    model = transformers.Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
-def make_batch(*lengths: int, seed: int = 0, prompt: int = 2) -> PackedBatch:
-    generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for length in lengths:
-        ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
-        samples.append({"input_ids": ids, "response_mask": torch.arange(length) >= min(prompt, length)})
-    return PackedBatch.from_samples(samples)
+def make_model(**changes: Any) -> Any:
+    return noisy_model("Qwen2", seed=3, **changes)
 
 
 def make_scorer(model: nn.Module, sp_group: dist.ProcessGroup | None = None, **options: Any) -> TokenScorer:
@@ -104,8 +79,8 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], relative
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_sharded_gradients_equal_those_of_one_process(tied: bool, checkpointing: bool) -> None:
-    model = make_model(tied)
-    batches = [make_batch(5, 1, 9), make_batch(4, seed=1), make_batch(7, 3, seed=2), make_batch(2, 2, seed=3)]
+    model = make_model(tie_word_embeddings=tied)
+    batches = [response_batch(5, 1, 9), response_batch(4, seed=1), response_batch(7, 3, seed=2), response_batch(2, 2, seed=3)]
     alone = make_scorer(model)
     run(alone, batches, 1.0, with_entropy=True)
     expected = gradients(alone)
@@ -125,7 +100,7 @@ def test_sharded_gradients_equal_those_of_one_process(tied: bool, checkpointing:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("lengths", [(13,), (3,), (1,), (5, 1, 9, 2), (2, 2, 20)], ids=str)
 def test_sequence_parallel_scores_and_gradients_equal_those_of_one_process(lengths: tuple[int, ...], world_size: int) -> None:
-    model, batch = make_model(), make_batch(*lengths, prompt=1)
+    model, batch = make_model(), response_batch(*lengths, prompt=1)
     temperature = torch.linspace(0.5, 1.5, len(lengths))
     alone = make_scorer(model)
     expected_scores = run(alone, [batch], 1.0, with_entropy=True, temperature=temperature)[0]
@@ -143,7 +118,7 @@ def test_sequence_parallel_scores_and_gradients_equal_those_of_one_process(lengt
 
 def test_a_response_inside_one_shard_leaves_no_rank_behind() -> None:
     model = make_model()
-    batch = make_batch(16)
+    batch = response_batch(16)
     response = torch.zeros(16, dtype=torch.bool)
     response[9:11] = True  # sources 8 and 9: the third of four shards
     batch = batch.with_fields(per_token={"response_mask": response})
@@ -163,7 +138,7 @@ def test_a_response_inside_one_shard_leaves_no_rank_behind() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_rank_with_nothing_but_fillers_takes_part_without_a_trace(dtype: torch.dtype) -> None:
     model = make_model()
-    batches = [make_batch(5, 4), make_batch(6, seed=1)]
+    batches = [response_batch(5, 4), response_batch(6, seed=1)]
     alone = make_scorer(model)
     run(alone, batches, 1.0, with_entropy=True)
     expected = gradients(alone)
@@ -182,7 +157,7 @@ def test_a_rank_with_nothing_but_fillers_takes_part_without_a_trace(dtype: torch
 
 
 def test_a_head_with_an_fsdp_group_of_its_own_is_refused() -> None:
-    model, batch = make_model(), make_batch(5)
+    model, batch = make_model(), response_batch(5)
 
     def check(rank: int, world_size: int) -> None:
         scorer = make_scorer(model)
@@ -195,7 +170,7 @@ def test_a_head_with_an_fsdp_group_of_its_own_is_refused() -> None:
 
 
 def test_a_temperature_that_mixed_precision_rounded_is_refused() -> None:
-    model, batch = make_model(), make_batch(5)
+    model, batch = make_model(), response_batch(5)
 
     def check(rank: int, world_size: int) -> None:
         scorer = make_scorer(model)

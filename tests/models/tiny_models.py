@@ -1,8 +1,10 @@
 """Tiny random causal LMs of the families that packed attention promises to run."""
 
 import warnings
+from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -19,7 +21,21 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from lightning_rlbatch.functional.packing import PackedBatch
+
 VOCAB = 50
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _LOCAL_GLOBAL = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "llama": (LlamaConfig, {}),
@@ -69,3 +85,23 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     """Turn activation checkpointing on, under the name that this version of transformers has for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def noisy_model(kind: str = "Llama", seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family, by its name in transformers, whose logits are large enough to tell tokens apart."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**{**SIZES, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def response_batch(*lengths: int, seed: int = 0, prompt: int = 2) -> PackedBatch:
+    """Samples of random tokens, whose response begins behind so many of them."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for length in lengths or (5, 1, 9, 2, 6):
+        ids = torch.randint(3, VOCAB, (length,), generator=generator)
+        samples.append({"input_ids": ids, "response_mask": torch.arange(length) >= min(prompt, length)})
+    return PackedBatch.from_samples(samples)

@@ -16,17 +16,7 @@ from lightning_rlbatch.models.scored_positions import shift_to_sources
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.testing import run_distributed
 from lightning_rlbatch.testing.parity import ParityReport, ParityRow, assert_parity, compare_layouts, random_batch
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-    "pad_token_id": 0,
-}
-
+from tests.models.tiny_models import SIZES, noisy_model
 
 # eager: SDPA, the default before transformers 5.21, leaves out the cap of the scores
 SOFT_CAPS: dict[str, Any] = {
@@ -36,26 +26,15 @@ SOFT_CAPS: dict[str, Any] = {
     "attn_logit_softcapping": 1.0,
     "attn_implementation": "eager",
 }
-
-
-def tiny(kind: str = "Llama", **changes: Any) -> Any:
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**{**SIZES, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama, 7 heads": lambda: tiny(hidden_size=28, num_attention_heads=7, num_key_value_heads=1),
-    "qwen2, tied": lambda: tiny("Qwen2", tie_word_embeddings=True),
-    "qwen3": lambda: tiny("Qwen3", head_dim=8),
-    "mistral, sliding window": lambda: tiny("Mistral", sliding_window=4),
-    "gemma2, soft caps": lambda: tiny("Gemma2", **SOFT_CAPS),
-    "gpt-neox": lambda: tiny("GPTNeoX"),
-    "phi3": lambda: tiny("Phi3"),
-    "mixtral": lambda: tiny("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "llama, 7 heads": lambda: noisy_model(hidden_size=28, num_attention_heads=7, num_key_value_heads=1),
+    "qwen2, tied": lambda: noisy_model("Qwen2", tie_word_embeddings=True),
+    "qwen3": lambda: noisy_model("Qwen3", head_dim=8),
+    "mistral, sliding window": lambda: noisy_model("Mistral", sliding_window=4),
+    "gemma2, soft caps": lambda: noisy_model("Gemma2", **SOFT_CAPS),
+    "gpt-neox": lambda: noisy_model("GPTNeoX"),
+    "phi3": lambda: noisy_model("Phi3"),
+    "mixtral": lambda: noisy_model("Mixtral", num_local_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -66,13 +45,13 @@ def test_every_family_computes_the_same_packed_padded_and_on_two_ranks(family: s
 
 
 def test_data_and_sequence_parallelism_together_also_with_fewer_samples_than_ranks() -> None:
-    model = tiny()
+    model = noisy_model()
     assert_parity(model, sp_size=2, dp_size=2, temperature=0.7)
     assert_parity(model, random_batch(50, (3,)), sp_size=2, dp_size=2)
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model = tiny(attention_dropout=0.5).train()
+    model = noisy_model(attention_dropout=0.5).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert_parity(model, random_batch(50, (4, 3)))
     assert model.training
@@ -82,7 +61,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_the_same_check_runs_on_ranks_that_are_already_there() -> None:
-    model = tiny()
+    model = noisy_model()
 
     def check(rank: int, world_size: int) -> list[float]:
         from lightning_rlbatch.distributed.mesh import build_meshes
@@ -97,7 +76,7 @@ def test_the_same_check_runs_on_ranks_that_are_already_there() -> None:
 
 def test_a_model_that_cannot_be_split_is_refused_before_ranks_are_forked() -> None:
     with pytest.raises(ValueError, match="8"):
-        assert_parity(tiny(), sp_size=16)
+        assert_parity(noisy_model(), sp_size=16)
 
 
 def test_the_table_names_layout_parameter_and_verdict() -> None:
@@ -191,17 +170,17 @@ def the_last_token_scored_with_its_neighbour(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    report = compare_layouts(tiny(), random_batch(50), sp_size=2, dp_size=2)
+    report = compare_layouts(noisy_model(), random_batch(50), sp_size=2, dp_size=2)
     assert report.rows[-1].layout == "dp=2, sp=2"
     assert report.rows[-1].gradient > 1e-4
     monkeypatch.undo()
-    assert compare_layouts(tiny(), random_batch(50)).passed
+    assert compare_layouts(noisy_model(), random_batch(50)).passed
 
 
 def test_a_difference_raises_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     no_document_mask(monkeypatch)
     with pytest.raises(AssertionError, match=r"(?s)LlamaForCausalLM does not.*packed .*DIFFERS"):
-        assert_parity(tiny())
+        assert_parity(noisy_model())
 
 
 def test_a_model_whose_head_is_more_than_a_matrix_is_found_out() -> None:
