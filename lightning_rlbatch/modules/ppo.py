@@ -22,7 +22,7 @@ from lightning_rlbatch.modules.model_sources import ModelSource
 from lightning_rlbatch.modules.ppo_checks import check_ppo_options
 from lightning_rlbatch.modules.ppo_collection import PPOCollection
 from lightning_rlbatch.modules.prediction import generate_completions
-from lightning_rlbatch.modules.rewards import RewardFunction, reward_names
+from lightning_rlbatch.modules.rewards import AnswerFunction, RewardFunction, call_answers, reward_names
 from lightning_rlbatch.modules.turns import Environment
 from lightning_rlbatch.modules.validation import evaluate_prompts, validation_metrics
 from lightning_rlbatch.rollout.engine_config import EngineConfig, TransformersEngineConfig
@@ -69,6 +69,8 @@ class PPOModule(PPOCollection):
         top_k: Sample among the ``top_k`` likeliest tokens; 0 switches it off.
         top_p: Sample among the likeliest tokens of this total probability; 1 switches it off.
         validation_temperature: Temperature of validation; 0 is greedy. None takes ``temperature``.
+        answer_function: Finds the answers that validation's rollouts of a prompt vote for: called like a reward function, it returns the
+            answer of each completion (or None). None takes the whole text.
         rollout_engine: Engine that samples, with its options: :class:`TransformersEngineConfig` or :class:`VLLMEngineConfig`, or yours.
         record_rollouts: Folder to which every iteration's rollouts are written, for :class:`ReplayDataModule`.
         rollout_tensor_parallel_size: Neighbouring ranks that share a rollout engine and generate their rollouts together; needs an
@@ -115,6 +117,7 @@ class PPOModule(PPOCollection):
         top_k: int = 0,
         top_p: float = 1.0,
         validation_temperature: float | None = None,
+        answer_function: AnswerFunction | None = None,
         rollout_engine: EngineConfig = TransformersEngineConfig(),
         record_rollouts: str | None = None,
         rollout_tensor_parallel_size: int = 1,
@@ -155,6 +158,7 @@ class PPOModule(PPOCollection):
         self.sampling_options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self.temperature = temperature
         self.validation_temperature = temperature if validation_temperature is None else validation_temperature
+        self.answer_function = answer_function
         self.rollout_engine_config = rollout_engine
         self.record_rollouts = record_rollouts
         self.rollout_tensor_parallel_size = rollout_tensor_parallel_size
@@ -198,6 +202,14 @@ class PPOModule(PPOCollection):
         sums = self.stoppable(lambda: evaluate_prompts(self, batch, batch_idx), only_signals=True)
         for name, value in sums.items():
             self._validation_sums[name] = self._validation_sums.get(name, 0.0) + value
+
+    def compute_answers(self, **told: Any) -> list[str | None]:
+        """Return the answer in each completion, for the majority vote of validation; None where there is none.
+
+        Args:
+            told: What ``compute_rewards`` is told.
+        """
+        return call_answers(self.answer_function, **told)
 
     @override
     def on_validation_epoch_end(self) -> None:

@@ -11,6 +11,8 @@ from lightning_rlbatch.data.chat import Conversation
 from lightning_rlbatch.functional.rewards import combine_rewards
 
 RewardFunction = Callable[..., Sequence[float | None]]
+AnswerFunction = Callable[..., Sequence[Any]]
+"""Called like a reward function; returns the answer in each completion, anything with a text, or None where there is none."""
 
 
 def call_rewards(
@@ -48,12 +50,47 @@ def call_rewards(
     arguments["completion_ids"] = [list(ids) for ids in completion_ids]
     for name, function in zip(reward_names(functions), functions):
         # A rank may have no completion at all; functions need not be written for that.
-        by_name[name] = _checked(name, function(**_accepted(name, function, arguments)), completions) if completions else []
+        accepted = _accepted(f"Reward function {name!r}", function, arguments)
+        by_name[name] = _checked(name, function(**accepted), completions) if completions else []
     if not completions or not functions:
         return [math.nan] * len(completions), by_name
     components = torch.tensor(list(by_name.values()), dtype=torch.float64).T
     totals: list[float] = combine_rewards(components, list(weights)).tolist()
     return totals, by_name
+
+
+def call_answers(
+    function: AnswerFunction | None,
+    *,
+    prompts: Sequence[str | Conversation],
+    completions: Sequence[str | Conversation],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[str | None]:
+    """Return the answer in each completion, for a majority vote.
+
+    Args:
+        function: Finds the answers; it is given what reward functions are given. None takes whole completions for answers, and the last
+            message of conversations.
+        prompts: Text per completion; a list of messages where the prompt was given as one.
+        completions: Text each; a list of messages where the prompt was one.
+        completion_ids: Tokens of each completion, turns of an environment included.
+        columns: Other columns of the prompts' rows, one value per completion.
+
+    Raises:
+        TypeError: The function takes what is no column.
+        ValueError: It returned too few or too many answers.
+    """
+    if function is None:
+        texts = [completion if isinstance(completion, str) else completion[-1].get("content") for completion in completions]
+        return [str(text).strip() for text in texts]
+    arguments = {"prompts": prompts, "completions": completions, **columns, "completion_ids": completion_ids}
+    answers = list(function(**_accepted("answer_function", function, arguments))) if completions else []
+    if len(answers) != len(completions):
+        raise ValueError(
+            f"answer_function returned {len(answers)} answers for {len(completions)} completions. Return one (or None) each, in order."
+        )
+    return [None if answer is None else str(answer) for answer in answers]
 
 
 def check_rewards(totals: Sequence[float], by_name: Mapping[str, Sequence[float]], names: Sequence[str], num_completions: int) -> None:
@@ -91,14 +128,14 @@ def _name(function: RewardFunction) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _accepted(name: str, function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
+def _accepted(what: str, function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     required = [parameter for parameter in parameters.values() if parameter.default is parameter.empty]
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     missing = [parameter.name for parameter in required if parameter.kind in by_keyword and parameter.name not in arguments]
     if missing:
         raise TypeError(
-            f"Reward function {name!r} takes {', '.join(missing)}, but the prompts' rows have no such column. It may take:"
+            f"{what} takes {', '.join(missing)}, but the prompts' rows have no such column. It may take:"
             f" {', '.join(sorted(arguments))}. Add the column to the rows, or give the argument a default."
         )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

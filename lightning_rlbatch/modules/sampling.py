@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ class Rollout:
         components: Reward of each function, NaN without a verdict.
         baseline: Reward of the greedy answer to the same prompt; NaN if nothing needs it.
         sampled: True for each token of the completion that the policy sampled; None if it sampled all.
+        answer: What it votes for in a majority vote; None for nothing.
     """
 
     prompt_ids: list[int]
@@ -46,6 +47,7 @@ class Rollout:
     components: list[float]
     baseline: float = math.nan
     sampled: list[bool] | None = None
+    answer: str | None = None
 
     @property
     def response_mask(self) -> list[bool]:
@@ -61,13 +63,23 @@ class RolloutSampler:
         prompts: Prompts over all ranks.
         stream: Number that separates this batch's random numbers from those of all others.
         description: Name of the progress bar.
+        find_answers: Finds the answers of completions, called like the module's ``compute_rewards``; None leaves them out.
     """
 
-    def __init__(self, module: "PPOCollection", prompts: PromptBatch, stream: int, description: str) -> None:
+    def __init__(
+        self,
+        module: "PPOCollection",
+        prompts: PromptBatch,
+        stream: int,
+        description: str,
+        *,
+        find_answers: Callable[..., list[str | None]] | None = None,
+    ) -> None:
         self.module = module
         self.prompts = prompts
         self.stream = stream
         self.description = description
+        self.find_answers = find_answers
         self.group = module.meshes.world_group
         self.own = contiguous_share(prompts.num_samples, module.meshes.world_size, module.meshes.rank)
         self.seconds: dict[str, float] = {"generation": 0.0, "rewards": 0.0}
@@ -164,18 +176,16 @@ class RolloutSampler:
         module, prompts = self.module, self.prompts
         responses = self.responses(indices, sampling, stream)
         with fail_together(self.group, "rewards"), self._timed("rewards"), module.interruptible():
-            told = texts(prompts, responses)
-            totals, by_name = module.compute_rewards(
-                prompts=told.prompts,
-                completions=told.completions,
-                completion_ids=[response.token_ids for response in responses],
-                columns=told.columns,
-            )
+            told = texts(prompts, responses)._asdict() | {"completion_ids": [response.token_ids for response in responses]}
+            totals, by_name = module.compute_rewards(**told)
             check_rewards(totals, by_name, module.reward_names, len(responses))
+            answers = [None] * len(responses) if self.find_answers is None else self.find_answers(**told)
             components = list(zip(*by_name.values())) or [()] * len(responses)  # no reward function beside a reward model
             return [
-                Rollout(prompts.prompt_ids[response.prompt], response.completion, reward, list(parts), sampled=response.sampled)
-                for response, reward, parts in zip(responses, totals, components)
+                Rollout(
+                    prompts.prompt_ids[response.prompt], response.completion, reward, list(parts), sampled=response.sampled, answer=answer
+                )
+                for response, reward, parts, answer in zip(responses, totals, components, answers)
             ]
 
     @contextmanager

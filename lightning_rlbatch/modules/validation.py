@@ -8,19 +8,20 @@ import torch
 
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.prompts import PromptBatch
-from lightning_rlbatch.distributed.reductions import all_gather_rows
+from lightning_rlbatch.distributed.reductions import all_gather_rows, stable_hash
+from lightning_rlbatch.functional.majority import majority_reward
 from lightning_rlbatch.functional.pass_at_k import best_of_k
 from lightning_rlbatch.modules.collection import VALIDATION_STREAM, add_model_rewards, asleep_after_errors, reward_metrics, rollout_sums
 from lightning_rlbatch.modules.sampling import Rollout, RolloutSampler
 from lightning_rlbatch.modules.scoring_context import scoring_context
 
 if TYPE_CHECKING:
-    from lightning_rlbatch.modules.ppo_collection import PPOCollection
+    from lightning_rlbatch.modules.ppo import PPOModule
 
-_BEST, _GROUPS = "best_of:", "groups_of:"
+_BEST, _MAJORITY, _GROUPS = "best_of:", "majority_of:", "groups_of:"
 
 
-def evaluate_prompts(module: "PPOCollection", prompts: PromptBatch, batch_index: int) -> dict[str, float]:
+def evaluate_prompts(module: "PPOModule", prompts: PromptBatch, batch_index: int) -> dict[str, float]:
     """Sample and reward this rank's share of a validation batch; collective over all ranks.
 
     Args:
@@ -31,12 +32,13 @@ def evaluate_prompts(module: "PPOCollection", prompts: PromptBatch, batch_index:
     Returns:
         Sums to add over batches and ranks; the same names on every rank.
     """
-    sampler = RolloutSampler(module, prompts, VALIDATION_STREAM + batch_index, "Validation rollouts")
+    finds = module.compute_answers if prompts.rollouts_per_prompt > 1 else None
+    sampler = RolloutSampler(module, prompts, VALIDATION_STREAM + batch_index, "Validation rollouts", find_answers=finds)
     with scoring_context(module), asleep_after_errors(module):
         rollouts = sampler.sample(module.sampling(prompts, temperature=module.validation_temperature))
         if module.reward_scorer is not None:
             add_model_rewards(module, rollouts, _options(module))
-    return rollout_sums(module.component_names, rollouts) | _sums_of_best(module, prompts, rollouts)
+    return rollout_sums(module.component_names, rollouts) | _sums_of_groups(module, prompts, rollouts)
 
 
 def validation_metrics(sums: Mapping[str, float]) -> dict[str, float]:
@@ -46,31 +48,39 @@ def validation_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         sums: What :func:`evaluate_prompts` returned, added up.
 
     Returns:
-        What ``reward_metrics`` makes, and ``val/reward/best_of_k``: the expected best reward of k tries, pass@k for rewards of 0 and 1.
+        What ``reward_metrics`` makes; ``val/reward/best_of_k``: the expected best reward of k tries, pass@k for rewards of 0 and 1; and
+        ``val/reward/majority_of_k``: the reward of the answer that most of all k tries agree on.
     """
-    tries = [name.removeprefix(_BEST) for name in sums if name.startswith(_BEST)]
-    best = {f"val/reward/best_of_{k}": sums[_BEST + k] / sums[_GROUPS + k] for k in tries if sums[_GROUPS + k]}
-    return reward_metrics(sums, "val/") | best
+    of_groups: dict[str, float] = {}
+    for sign in (_BEST, _MAJORITY):
+        for name in (name for name in sums if name.startswith(sign)):
+            count = sums[_GROUPS + name]
+            of_groups |= {f"val/reward/{name.replace(':', '_')}": sums[name] / count} if count else {}
+    return reward_metrics(sums, "val/") | of_groups
 
 
-def _options(module: "PPOCollection") -> BatchingOptions:
+def _options(module: "PPOModule") -> BatchingOptions:
     options = getattr(getattr(module.trainer, "datamodule", None), "options", None)
     if not isinstance(options, BatchingOptions):  # prompts of a loader of the user's own
         options = BatchingOptions(micro_batch_size=1)
     return dataclasses.replace(options, padded=not module.remove_padding)
 
 
-def _sums_of_best(module: "PPOCollection", prompts: PromptBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return sums over prompts for k = 2, 4, 8, ... below the rollouts of a prompt, and for all of them."""
+def _sums_of_groups(module: "PPOModule", prompts: PromptBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return sums over prompts: the best of k = 2, 4, 8, ... below the rollouts of a prompt, and of all; the majority of all."""
     size = prompts.rollouts_per_prompt
     if size == 1:
         return {}
     own = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+    votes = torch.tensor([-1 if rollout.answer is None else stable_hash(rollout.answer) for rollout in rollouts], dtype=torch.int64)
     rewards, _ = all_gather_rows(own, module.meshes.world_group)  # the rollouts of a prompt may lie on two ranks
+    votes, _ = all_gather_rows(votes, module.meshes.world_group)
     groups = torch.arange(len(prompts)).repeat_interleave(size)
-    sums: dict[str, float] = {}
+    found = {f"{_MAJORITY}{size}": majority_reward(rewards, groups, [None if vote < 0 else vote for vote in votes.tolist()])}
     for k in sorted({*(2**power for power in range(1, size.bit_length()) if 2**power < size), size}):
-        total, count = best_of_k(rewards, groups, k)
-        counts_here = float(module.meshes.rank == 0)  # every rank has all of them
-        sums |= {f"{_BEST}{k}": counts_here * float(total), f"{_GROUPS}{k}": counts_here * float(count)}
+        found[f"{_BEST}{k}"] = best_of_k(rewards, groups, k)
+    counts_here = float(module.meshes.rank == 0)  # every rank has all of them
+    sums: dict[str, float] = {}
+    for name, (total, count) in found.items():
+        sums |= {name: counts_here * float(total), _GROUPS + name: counts_here * float(count)}
     return sums

@@ -117,6 +117,8 @@ def test_validation_has_the_reward_models_scores_and_the_best_of_k_tries_on_any_
     for k in (2, 4):
         best = [max(tries) for group in groups for tries in itertools.combinations(group, k)]
         assert found[f"val/reward/best_of_{k}"] == pytest.approx(sum(best) / len(best), rel=1e-4)
+    # No two texts are alike, so that all share the win.
+    assert found["val/reward/majority_of_4"] == pytest.approx(sum(rewards) / 12, rel=1e-4)
     for world_size, sp_size in ((2, 1), (2, 2)):
         for (other, _), (other_alone, _) in run_distributed(fn, world_size, sp_size, init_process_group=False):
             assert other == pytest.approx(found, rel=1e-4)
