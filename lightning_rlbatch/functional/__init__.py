@@ -79,6 +79,7 @@ from lightning_rlbatch.functional.losses_covariance import (
 )
 from lightning_rlbatch.functional.losses_sequence import gmpo_loss, gspo_loss
 from lightning_rlbatch.functional.losses_token import binary_kl, cispo_loss, dppo_loss, reinforce_loss, sapo_loss
+from lightning_rlbatch.functional.majority import majority_reward
 from lightning_rlbatch.functional.metrics import (
     add_pairs,
     explained_variance,
@@ -190,6 +191,7 @@ __all__ = [
     "kl_cov_loss",
     "kl_penalty",
     "length_metrics",
+    "majority_reward",
     "merge_moments",
     "moments",
     "opo_advantages",
