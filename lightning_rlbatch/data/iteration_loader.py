@@ -87,3 +87,17 @@ class IterationLoader(Resumable):
 def overfits(trainer: pl.Trainer | None) -> bool:
     """Return whether every epoch is to have the data of the first one (``Trainer(overfit_batches=...)``)."""
     return getattr(trainer, "overfit_batches", 0) > 0  # set by a connector, where type checkers do not see it
+
+
+def trainer_of(data: pl.LightningDataModule) -> pl.Trainer:
+    """Return the Trainer that a data module is attached to.
+
+    Args:
+        data: The data module.
+
+    Raises:
+        RuntimeError: There is none yet.
+    """
+    if data.trainer is None:
+        raise RuntimeError(f"{type(data).__name__} has no Trainer yet. Pass it to one: trainer.fit(module, datamodule=data).")
+    return data.trainer

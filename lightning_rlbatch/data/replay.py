@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions, iteration_mini_batches, options_for
 from lightning_rlbatch.data.dumps import RolloutDump
-from lightning_rlbatch.data.iteration_loader import IterationLoader, Position, overfits
+from lightning_rlbatch.data.iteration_loader import IterationLoader, Position, overfits, trainer_of
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompt_reading import TokenizerSource, load_tokenizer
 from lightning_rlbatch.data.recording import RecordedRollouts, gather_recorded_table
@@ -146,7 +146,11 @@ class ReplayDataModule(pl.LightningDataModule):
 
     @property
     def source(self) -> RolloutSource:
-        """The recorded rollouts, known from ``setup`` on."""
+        """The recorded rollouts, known from ``setup`` on.
+
+        Raises:
+            RuntimeError: Before.
+        """
         if self._source is None:
             raise RuntimeError("The recorded rollouts are opened in setup(), which the Trainer calls.")
         return self._source
@@ -160,8 +164,7 @@ class ReplayDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self._source is not None:
             return
-        assert self.trainer is not None
-        group = meshes_of(self.trainer).world_group
+        group = meshes_of(trainer_of(self)).world_group
         with fail_together(group, "opening recorded rollouts"):
             self._source = self._open()
             self._check_mini_batches(self._source)
@@ -185,15 +188,15 @@ class ReplayDataModule(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> "ReplayLoader":
-        assert self.trainer is not None
-        module = self.trainer.lightning_module
+        trainer = trainer_of(self)
+        module = trainer.lightning_module
         if self.rescore and not isinstance(module, ScoresRollouts):
             raise TypeError(f"rescore needs a module with score_rollouts, such as PPOModule, but got {type(module).__name__}.")
         options = options_for(module, self.options)
         if not self.rescore:
             for iteration in self.source.iterations:
                 self._check_fields(module, self.source.schema(iteration), iteration)
-        return ReplayLoader(self, module, options, meshes_of(self.trainer))
+        return ReplayLoader(self, module, options, meshes_of(trainer))
 
     def _check_fields(self, module: "pl.LightningModule", schema: Schema, iteration: int) -> None:
         needed = ["old_log_probs", "advantages"]

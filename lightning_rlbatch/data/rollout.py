@@ -201,9 +201,12 @@ class RolloutDataModule(pl.LightningDataModule):
 
         Args:
             iteration: Number of the iteration.
+
+        Raises:
+            RuntimeError: Before ``setup``.
         """
-        assert self._train is not None
-        size = len(self._train)
+        prompts = self._prompts_read()
+        size = len(prompts)
         iteration = self._shuffle_of(iteration)
         first = iteration * self.train_batch_size
         chosen = []
@@ -214,9 +217,12 @@ class RolloutDataModule(pl.LightningDataModule):
                 generator = torch.Generator().manual_seed((self._run_seed * 7_368_787 + passes) % 2**63)
                 orders[passes] = torch.randperm(size, generator=generator).tolist()
             chosen.append(orders[passes][place])
-        return dataclasses.replace(
-            self._train.select(chosen), positions=list(range(len(chosen))), pool=self._train, prompt_epoch=first / size
-        )
+        return dataclasses.replace(prompts.select(chosen), positions=list(range(len(chosen))), pool=prompts, prompt_epoch=first / size)
+
+    def _prompts_read(self) -> PromptBatch:
+        if self._train is None:
+            raise RuntimeError("The prompts are read in setup(), which the Trainer calls.")
+        return self._train
 
     def _shuffle_of(self, iteration: int) -> int:
         """Return the iteration whose prompts and mini-batches an iteration has."""
@@ -242,8 +248,7 @@ class RolloutDataModule(pl.LightningDataModule):
     @override
     def predict_dataloader(self) -> "PromptLoader":
         """Hand out the validation prompts, or the training ones in their order if there are none."""
-        prompts = self._train if self._val is None else self._val
-        assert prompts is not None
+        prompts = self._prompts_read() if self._val is None else self._val
         return PromptLoader(prompts, self.val_batch_size or len(prompts))
 
     # -- position --------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT, Integers,
 
 MAX_SWAPS = 1000  # random exchanges tried before a mini-batch counts as impossible to fit
 
-
 Item: TypeAlias = PlannedIndices | MicroBatchIndices
 
 
@@ -94,16 +93,11 @@ class TokenBudgetSampler(DistributedSampler[Any]):
         flat: bool = False,
         num_micro_steps: int | None = None,
     ) -> None:
-        check_at_least("mini_batch_size", mini_batch_size, 1)
-        check_at_least("sp_size", sp_size, 1)
-        check_at_least("group_size", group_size, 1)
-        check_at_least("seed", seed, 0)
-        self._expects_no_group = dp_size is None and not _joined()
-        size, rank = _resolve_rank(dp_size, dp_rank, sp_size)
-        if mini_batch_size % group_size:
-            raise ValueError(f"`mini_batch_size` must be a multiple of group_size={group_size} but got {mini_batch_size}.")
+        _check_sizes(mini_batch_size, sp_size, group_size, seed)
         if num_micro_steps is not None and not flat:
             raise ValueError("`num_micro_steps` has no effect without flat=True. Remove it, or pass flat=True.")
+        self._expects_no_group = dp_size is None and not _joined()
+        size, rank = _resolve_rank(dp_size, dp_rank, sp_size)
         self.lengths = checked_input(
             lengths, max_tokens_per_rank, micro_batch_size, sp_size, coefficient, group_size, oversize, padded
         ).lengths
@@ -117,20 +111,20 @@ class TokenBudgetSampler(DistributedSampler[Any]):
         self.mini_batch_size = mini_batch_size
         self.group_size = group_size
         self.flat = flat
-        self._options: dict[str, Any] = dict(
-            dp_size=size,
-            max_tokens_per_rank=max_tokens_per_rank,
-            micro_batch_size=micro_batch_size,
-            sp_size=sp_size,
-            balance=balance,
-            coefficient=coefficient,
-            equal_size=equal_size,
-            group_size=group_size,
-            oversize=oversize,
-            planner=planner,
-            padded=padded,
-            refine=not flat,  # refinement may prefer one more micro-step, but in the flat form their number is fixed
-        )
+        self._options: dict[str, Any] = {
+            "dp_size": size,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "micro_batch_size": micro_batch_size,
+            "sp_size": sp_size,
+            "balance": balance,
+            "coefficient": coefficient,
+            "equal_size": equal_size,
+            "group_size": group_size,
+            "oversize": oversize,
+            "planner": planner,
+            "padded": padded,
+            "refine": not flat,  # refinement may prefer one more micro-step, but in the flat form their number is fixed
+        }
         self._start = 0
         self._position = 0
         self._said_bottleneck = False
@@ -183,7 +177,11 @@ class TokenBudgetSampler(DistributedSampler[Any]):
         return {"epoch": self.epoch, "position": self._position if num_consumed is None else num_consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue an epoch: the next iteration starts behind the items counted in the state."""
+        """Continue an epoch: the next iteration starts behind the items counted in the state.
+
+        Raises:
+            ValueError: The state is of an epoch with more items.
+        """
         if not 0 <= state["position"] <= len(self):
             raise ValueError(
                 f"The state is at item {state['position']} of its epoch but this sampler has {len(self)} items. "
@@ -253,8 +251,16 @@ class TokenBudgetSampler(DistributedSampler[Any]):
         if wanted is not None:
             check_at_least("num_micro_steps", wanted, 1)
             return wanted
-
         return max(self._plan(members).num_micro_steps for epoch in range(2) for members in self._mini_batches(epoch))
+
+
+def _check_sizes(mini_batch_size: int, sp_size: int, group_size: int, seed: int) -> None:
+    check_at_least("mini_batch_size", mini_batch_size, 1)
+    check_at_least("sp_size", sp_size, 1)
+    check_at_least("group_size", group_size, 1)
+    check_at_least("seed", seed, 0)
+    if mini_batch_size % group_size:
+        raise ValueError(f"`mini_batch_size` must be a multiple of group_size={group_size} but got {mini_batch_size}.")
 
 
 def _joined() -> bool:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.data.indices import PlannedIndices
-from lightning_rlbatch.data.iteration_loader import Resumable, overfits
+from lightning_rlbatch.data.iteration_loader import Resumable, overfits, trainer_of
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.run_seed import run_seed
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
@@ -135,9 +135,9 @@ class SFTDataModule(pl.LightningDataModule):
                 CollectiveCheck(group)(f"reading {name}_dataset", lengths=lengths, num_trained_tokens=scored)
 
     def _sampler(self, name: str, *, shuffle: bool) -> TokenBudgetSampler:
+        trainer = trainer_of(self)
         _, lengths, num_tokens = self._loaded[name]
-        assert self.trainer is not None
-        meshes, options = meshes_of(self.trainer), self.options
+        meshes, options = meshes_of(trainer), self.options
         return (TokenBudgetSampler if shuffle else InOrderSampler)(
             lengths,
             mini_batch_size=self.mini_batch_size,
@@ -153,13 +153,12 @@ class SFTDataModule(pl.LightningDataModule):
             planner=options.planner,
             coefficient=options.coefficient,
             oversize=options.oversize,
-            padded=not getattr(self.trainer.lightning_module, "remove_padding", True),
+            padded=not getattr(trainer.lightning_module, "remove_padding", True),
             num_tokens=num_tokens,
         )
 
     def _loader(self, name: str, sampler: TokenBudgetSampler) -> DataLoader[MiniBatch]:
-        assert self.trainer is not None
-        batches = MiniBatchDataset(self._loaded[name][0], sp_size=meshes_of(self.trainer).sp_size)
+        batches = MiniBatchDataset(self._loaded[name][0], sp_size=meshes_of(trainer_of(self)).sp_size)
         return MiniBatchLoader(batches, sampler=sampler, batch_size=None, num_workers=self.num_workers)
 
     @override

@@ -47,7 +47,6 @@ def why_not(
     key: Tensor,
     value: Tensor,
     *,
-    causal: bool = True,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
@@ -59,8 +58,7 @@ def why_not(
         query: ``[T, Hq, D]``.
         key: ``[T, Hk, D]``.
         value: ``[T, Hk, Dv]``.
-        causal: As in :func:`~lightning_rlbatch.functional.varlen_attention`, like the rest.
-        softcap: Soft-capped scores.
+        softcap: Soft-capped scores; as in :func:`~lightning_rlbatch.functional.varlen_attention`, like the rest.
         sinks: One more score per head.
         dropout: Probability of dropping an attention weight.
 
@@ -117,7 +115,7 @@ def _attend(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    asked: dict[str, Any] = {"causal": causal, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    asked: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "dropout": dropout}
     chosen = backend
     if backend == "auto":
         candidates: tuple[Backend, ...] = ("flash_attn", "torch_varlen") if query.is_cuda else ()
@@ -127,7 +125,7 @@ def _attend(
         if reason is not None:
             raise ValueError(f"backend={backend!r} cannot compute this attention exactly: {reason}. Use backend='auto' or 'sdpa'.")
     if chosen == "sdpa":
-        return varlen_attention(query, key, value, seq_lens, scale=scale, window=window, **asked)
+        return varlen_attention(query, key, value, seq_lens, scale=scale, causal=causal, window=window, **asked)
     check_attention(query, key, value, seq_lens, causal=causal, window=window)
     if cu_seqlens is None:
         bounds = [0, *torch.tensor(seq_lens).cumsum(0).tolist()]

@@ -20,8 +20,6 @@ import torch.distributed as dist
 
 LINGER_SECONDS = 1.0  # a rank that has succeeded stays so long at most, since its peers may still be using its connections
 GRACE_SECONDS = 25.0  # after one rank failed the others get this long to fail by themselves (collectives time out after 20 s)
-
-
 _PORTS = range(16_384, 32_768)  # below those that systems hand out by themselves: gloo's connections would take one before its user
 
 
