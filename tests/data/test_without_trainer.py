@@ -16,7 +16,7 @@ def test_loaders_need_a_trainer(tmp_path):
         sft.train_dataloader()
     with pytest.raises(RuntimeError, match="ReplayDataModule has no Trainer yet"):
         ReplayDataModule(str(tmp_path), mini_batch_size=1, micro_batch_size=1).setup("fit")
-    with pytest.raises(TypeError, match="got no Trainer yet: call trainer.fit"):
+    with pytest.raises(TypeError, match=r"got no Trainer yet: call trainer\.fit"):
         rollouts().train_dataloader()
 
 
