@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlbatch.data.sources import import_callable
 from lightning_rlbatch.models.pretrained import require_pretrained
+from lightning_rlbatch.models.without_weights import make_without_weights
 
 ModelSource: TypeAlias = str | Callable[[], PreTrainedModel]
 """A function without arguments that makes the model, its import path, or the folder or hub name of a pretrained model."""
@@ -24,8 +25,8 @@ def load_model(
     Args:
         source: See ``ModelSource``.
         dtype: Dtype of the trained (master) weights of a pretrained model.
-        without_weights: True makes a pretrained model on the meta device, for a strategy that brings the weights from rank 0; models
-            made by a function are whole all the same.
+        without_weights: True makes a model whose parameters are on the meta device, for a strategy that brings the weights from rank 0;
+            one that a function makes is whole if the function needs the weights, see :func:`make_without_weights`.
         option: Name of the option that ``source`` came from, for errors.
 
     Returns:
@@ -41,7 +42,8 @@ def load_model(
         without_weights = without_weights and not (Path(source) / "adapter_config.json").exists()  # the configuration has no adapters
         model: object = _without_weights(source, dtype) if without_weights else AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     else:
-        model = cast(Callable[[], PreTrainedModel], maker)()
+        make = cast(Callable[[], PreTrainedModel], maker)
+        model = make_without_weights(make) if without_weights else make()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"Expected {option} to make a transformers PreTrainedModel but got {type(model).__name__}.")
     model.config = copy.deepcopy(model.config)  # two models made from one config object would switch attention together

@@ -17,6 +17,7 @@ from lightning_rlbatch.distributed.reductions import all_gather_lengths
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.pretrained import require_pretrained
 from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.models.without_weights import make_without_weights
 from lightning_rlbatch.modules.model_sources import ModelSource, disable_dropout
 
 
@@ -32,7 +33,8 @@ def build_reward_scorer(
         source: A function that makes the model, its import path, or the folder or hub name of a pretrained one.
         remove_padding: See :class:`TokenScorer`.
         sp_group: See :class:`TokenScorer`.
-        without_weights: True makes a pretrained model on the meta device, for a strategy that brings the weights from rank 0.
+        without_weights: True makes a model whose parameters are on the meta device if that is possible, for a strategy that brings the
+            weights from rank 0.
 
     Returns:
         A frozen scorer in evaluation mode.
@@ -42,7 +44,10 @@ def build_reward_scorer(
         ValueError: There is no such folder or hub name, or the model has no head named ``score`` with one output.
     """
     maker = import_callable(source) if isinstance(source, str) else source
-    model: object = _pretrained(cast(str, source), without_weights) if maker is None else maker()
+    if maker is None:
+        model: object = _pretrained(cast(str, source), without_weights)
+    else:
+        model = make_without_weights(maker) if without_weights else maker()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"Expected reward_model to make a transformers model but got {type(model).__name__}.")
     head = getattr(model, "score", None)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from transformers import PreTrainedModel
 
+from lightning_rlbatch.models.without_weights import give_memory
 from lightning_rlbatch.rollout.engine import RolloutEngine
 from lightning_rlbatch.rollout.engine_problems import (
     EngineContext,
@@ -62,8 +63,8 @@ class EngineConfig(ABC):
         """Return the engine; it keeps a whole copy of the policy of its own.
 
         Args:
-            model: The policy before it is sharded; under FSDP a pretrained one has its weights on rank 0's sequence-parallel group only,
-                and is on the meta device elsewhere. ``update_weights`` is called before anything is generated.
+            model: The policy before it is sharded; under FSDP it has its weights on rank 0's sequence-parallel group, and may be on the
+                meta device elsewhere. ``update_weights`` is called before anything is generated.
             context: The run.
         """
 
@@ -102,6 +103,7 @@ class TransformersEngineConfig(EngineConfig):
         if not context.has_adapters:
             return TransformersEngine.from_model(model, pad_token_id=0, dtype=dtype, **options)
         replica = copy.deepcopy(model)  # a model made from the configuration would have no adapters
+        give_memory(replica)
         if dtype is not None:
             cast_parameters(replica, dtype)
         return TransformersEngine(replica, pad_token_id=0, **options)

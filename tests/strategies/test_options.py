@@ -250,7 +250,7 @@ def bytes_held(*modules):
 
 
 @pytest.mark.filterwarnings("ignore:Some weights of:UserWarning")
-def test_models_of_ppo_are_read_on_rank_zero_alone_and_the_reference_costs_nothing_until_it_is_sharded(tmp_path):
+def test_models_of_ppo_have_weights_on_rank_zero_alone_and_the_reference_costs_nothing_until_it_is_sharded(tmp_path):
     sources = {"policy": tiny_llama(7), "critic": tiny_llama(8), "reward_model": tiny_classifier(9)}
     for name, model in sources.items():
         model.save_pretrained(tmp_path / name)
@@ -260,10 +260,23 @@ def test_models_of_ppo_are_read_on_rank_zero_alone_and_the_reference_costs_nothi
         kind = AutoModelForSequenceClassification if name == "reward_model" else AutoModelForCausalLM
         return kind.from_pretrained(tmp_path / name)
 
+    def folder(name):
+        return str(tmp_path / name)
+
+    def load_and_look(name):
+        model = load(name)
+        assert float(model.get_input_embeddings().weight.detach().sum()) != 0  # a function that needs the weights gets them
+        return model
+
     def main(rank, size):
         results = []
-        for folders in (False, True):
-            models = {name: str(tmp_path / name) if folders else functools.partial(load, name) for name in sources}
+        kinds = (
+            lambda name: functools.partial(load_and_look, name),
+            lambda name: functools.partial(load, name),
+            lambda name: str(tmp_path / name),
+        )
+        for kind in kinds:
+            models = {name: kind(name) for name in sources}
             module = ppo(kl_coefficient=0.1, critic_lr=1e-3, optimizer=momentum, **models)
             build = module.build_models
             held = []
@@ -278,12 +291,13 @@ def test_models_of_ppo_are_read_on_rank_zero_alone_and_the_reference_costs_nothi
             results.append((held[0], whole_parameters(module), *frozen))
         return results
 
-    for rank, ((whole_bytes, *whole_run), (brought_bytes, *brought_run)) in enumerate(run_distributed(main, 2, init_process_group=False)):
+    for rank, ((whole_bytes, *whole_run), *others) in enumerate(run_distributed(main, 2, init_process_group=False)):
         assert 4.5 * one > whole_bytes > 3.5 * one  # policy, engine, critic, reward model; the last two have no LM head
-        assert brought_bytes == (whole_bytes if rank == 0 else one)  # elsewhere the engine's copy alone
-        for actual, expected in zip(brought_run, whole_run, strict=True):
-            assert all(torch.equal(actual[name], expected[name]) for name in expected)
-        _, reward_model, reference = brought_run
+        for brought_bytes, *brought_run in others:
+            assert brought_bytes == (whole_bytes if rank == 0 else one)  # elsewhere the engine's copy alone
+            for actual, expected in zip(brought_run, whole_run, strict=True):
+                assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        _, reward_model, reference = whole_run
         assert all(torch.equal(reference[f"model.{name}"], value) for name, value in sources["policy"].named_parameters())
         assert torch.equal(reward_model["value_head.weight"], sources["reward_model"].score.weight)
 
