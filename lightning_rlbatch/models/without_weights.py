@@ -2,15 +2,14 @@
 
 import warnings
 import weakref
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 
 def make_without_weights(make: Callable[[], object]) -> object:
@@ -40,7 +39,8 @@ def make_without_weights(make: Callable[[], object]) -> object:
     """
     random_state = torch.get_rng_state()
     try:
-        with _WithoutWeights() as attempt:
+        attempt = _WithoutWeights()
+        with attempt.active():
             model = make()
         if isinstance(model, nn.Module) and attempt.has_left_nothing_but(model):
             return model
@@ -80,22 +80,19 @@ class _WithoutWeights(TorchFunctionMode):
         super().__init__()
         self._twins: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}  # by the id of the real parameter, which may die
         self._computed: list[weakref.ref[Tensor]] = []
-        self._handle: RemovableHandle | None = None
-        self._warnings = warnings.catch_warnings()
 
-    def __enter__(self) -> "_WithoutWeights":
-        self._warnings.__enter__()
-        warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")  # load_state_dict
-        self._handle = register_module_parameter_registration_hook(self._exchange)  # type: ignore[arg-type]  # its type forbids a result
-        super().__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        super().__exit__(kind, error, trace)
-        assert self._handle is not None
-        self._handle.remove()
-        self._warnings.__exit__(kind, error, trace)
-        self._twins.clear()
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Exchange parameters of modules made inside."""
+        # The type of the hook forbids the result that its documentation allows.
+        handle = register_module_parameter_registration_hook(self._exchange)  # type: ignore[arg-type]
+        try:
+            with warnings.catch_warnings(), self:
+                warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")  # load_state_dict
+                yield
+        finally:
+            handle.remove()
+            self._twins.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -140,4 +140,6 @@ def test_an_engine_copies_a_policy_with_adapters_that_has_no_weights_yet():
     assert devices(model.parameters()) == {"meta"}
     requests, sampling = [RolloutRequest([5, 6, 7], seed=seed) for seed in range(4)], SamplingParams(max_new_tokens=5)
     engine.update_weights(whole.named_parameters())
-    assert [row.token_ids for row in engine.generate(requests, sampling)] == [row.token_ids for row in expected.generate(requests, sampling)]
+    assert [row.token_ids for row in engine.generate(requests, sampling)] == [
+        row.token_ids for row in expected.generate(requests, sampling)
+    ]
