@@ -79,15 +79,17 @@ class BatchingOptions:
             meshes: Numbers of data-parallel and sequence-parallel ranks.
             role: Whose budget.
         """
-        return plan_mini_batch(
-            lengths,
-            dp_size=meshes.dp_size,
-            sp_size=meshes.sp_size,
-            balance=self.balance,
-            equal_size=self.equal_size,
-            planner=self.planner,
-            **self._limits(role),
-        )
+        return plan_mini_batch(lengths, **self.planner_arguments(meshes, role=role))
+
+    def planner_arguments(self, meshes: Meshes, *, role: Role = "update") -> dict[str, Any]:
+        """Return all arguments of ``plan_mini_batch`` but the lengths; :class:`TokenBudgetSampler` takes them too.
+
+        Args:
+            meshes: Numbers of data-parallel and sequence-parallel ranks.
+            role: Whose budget.
+        """
+        ranks = {"dp_size": meshes.dp_size, "sp_size": meshes.sp_size}
+        return ranks | {"balance": self.balance, "equal_size": self.equal_size, "planner": self.planner} | self._limits(role)
 
     def _limits(self, role: Role) -> dict[str, Any]:
         """Return what holds for every cut of a role's passes, as arguments of the planners."""

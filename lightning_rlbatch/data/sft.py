@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from typing_extensions import override
 
-from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.batching import BatchingOptions, options_for
 from lightning_rlbatch.data.indices import PlannedIndices
 from lightning_rlbatch.data.iteration_loader import Resumable, overfits, trainer_of
 from lightning_rlbatch.data.mini_batch import MiniBatch
@@ -137,24 +137,15 @@ class SFTDataModule(pl.LightningDataModule):
     def _sampler(self, name: str, *, shuffle: bool) -> TokenBudgetSampler:
         trainer = trainer_of(self)
         _, lengths, num_tokens = self._loaded[name]
-        meshes, options = meshes_of(trainer), self.options
+        meshes, options = meshes_of(trainer), options_for(trainer.lightning_module, self.options)
         return (TokenBudgetSampler if shuffle else InOrderSampler)(
             lengths,
             mini_batch_size=self.mini_batch_size,
-            max_tokens_per_rank=options.max_tokens_per_rank,
-            micro_batch_size=options.micro_batch_size,
-            dp_size=meshes.dp_size,
             dp_rank=meshes.dp_rank,
-            sp_size=meshes.sp_size,
             shuffle=shuffle,
             seed=self._run_seed,
-            balance=options.balance,
-            equal_size=options.equal_size,
-            planner=options.planner,
-            coefficient=options.coefficient,
-            oversize=options.oversize,
-            padded=not getattr(trainer.lightning_module, "remove_padding", True),
             num_tokens=num_tokens,
+            **options.planner_arguments(meshes),
         )
 
     def _loader(self, name: str, sampler: TokenBudgetSampler) -> DataLoader[MiniBatch]:
