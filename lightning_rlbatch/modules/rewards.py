@@ -1,8 +1,11 @@
 """Call reward functions that follow TRL's convention, and check what they return."""
 
+import asyncio
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,7 +30,8 @@ def call_rewards(
     """Score completions with every function and add the weighted rewards.
 
     A function is called as ``reward(prompts=..., completions=..., completion_ids=..., **columns)``; arguments it does not
-    take are left out, so functions written for TRL and plain ``f(prompts, completions)`` both work. ``None`` means no verdict.
+    take are left out, so functions written for TRL and plain ``f(prompts, completions)`` both work. ``None`` means no verdict. Functions
+    that are ``async`` wait side by side.
 
     Args:
         functions: Reward functions.
@@ -45,13 +49,15 @@ def call_rewards(
         TypeError: A function takes what is no column, or returned something else than numbers and None.
         ValueError: A function returned too few or too many rewards, or one that is not finite; names function and sample.
     """
-    by_name: dict[str, list[float]] = {}
     arguments: dict[str, Any] = {"prompts": list(prompts), "completions": list(completions), **columns}
     arguments["completion_ids"] = [list(ids) for ids in completion_ids]
-    for name, function in zip(reward_names(functions), functions):
-        # A rank may have no completion at all; functions need not be written for that.
-        accepted = _accepted(f"Reward function {name!r}", function, arguments)
-        by_name[name] = _checked(name, function(**accepted), completions) if completions else []
+    calls = {
+        name: functools.partial(function, **_accepted(f"Reward function {name!r}", function, arguments))
+        for name, function in zip(reward_names(functions), functions)
+    }
+    # A rank may have no completion at all; functions need not be written for that.
+    returned = _call_all(calls) if completions else dict.fromkeys(calls, ())
+    by_name = {name: _checked(name, rewards, completions) for name, rewards in returned.items()}
     if not completions or not functions:
         return [math.nan] * len(completions), by_name
     components = torch.tensor(list(by_name.values()), dtype=torch.float64).T
@@ -125,7 +131,8 @@ def reward_names(functions: Sequence[RewardFunction]) -> list[str]:
 
 
 def _name(function: RewardFunction) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+    named = function.func if isinstance(function, functools.partial) else function
+    return getattr(named, "__name__", type(named).__name__)
 
 
 def _accepted(what: str, function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -141,6 +148,31 @@ def _accepted(what: str, function: Callable[..., Any], arguments: dict[str, Any]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _call_all(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Return what the calls return, in their order; those of ``async`` functions wait together, behind the others."""
+    later = [name for name, call in calls.items() if _is_async(call)]
+    returned = {name: None if name in later else call() for name, call in calls.items()}
+    if not later:
+        return returned
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(calls[name]() for name in later))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        results = asyncio.run(together())
+    else:  # a notebook runs a loop in this thread already
+        with ThreadPoolExecutor(1) as executor:
+            results = executor.submit(lambda: asyncio.run(together())).result()
+    return returned | dict(zip(later, results))
+
+
+def _is_async(call: Any) -> bool:
+    function = call.func if isinstance(call, functools.partial) else call  # partials of partials are one partial
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _checked(name: str, rewards: Any, completions: Sequence[str | Conversation]) -> list[float]:
