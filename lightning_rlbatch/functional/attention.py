@@ -81,10 +81,10 @@ def varlen_attention(
         [1.0, 2.0, 10.0, 15.0, 20.0]
     """
     check_attention(query, key, value, seq_lens, causal=causal, window=window)
-    lens = list(seq_lens)
+    lens = [length for length in seq_lens if length] or [0]
     # [T, H, D] -> [1, H, L, D] per sample. split, not slices: the backward of a slice writes a gradient of T rows for every sample.
     queries, keys, values = (torch.split(x.transpose(0, 1).unsqueeze(0), lens, dim=2) for x in (query, key, value))
-    explicit = softcap is not None or sinks is not None
+    explicit = (softcap is not None or sinks is not None) and lens != [0]
     mask = _window_mask(query, window) if window is not None and window < max(lens) and not explicit else None
     outputs = []
     for q, k, v in zip(queries, keys, values):

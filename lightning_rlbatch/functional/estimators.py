@@ -121,8 +121,12 @@ class AdvantageEstimator(ABC):
         peers: Peers = ALONE,
         log_probs: Tensor | None = None,
         sum_pi_squared: Tensor | None = None,
+        trained_mask: Tensor | None = None,
     ) -> Advantages:
         """Compute the advantages; arguments as in ``AdvantageInputs``, lists too (None: no reward).
+
+        With ``trained_mask``, ``[T]`` bool, only these tokens of ``response_mask`` are trained on. The others, left out of the loss, count
+        with their rewards and lengths all the same, but results are 0 there, and whitening does not look at them.
 
         Raises:
             ValueError: an input that the estimator needs is missing.
@@ -152,7 +156,7 @@ class AdvantageEstimator(ABC):
         if not isinstance(rewards, Tensor) or not rewards.is_floating_point():
             dtype = result_dtype(rewards, token_rewards, *([values] if self.needs_values else []))
             advantages, returns = advantages.to(dtype), returns.to(dtype)
-        kept = drop_samples(response_mask, cu_seqlens, valid)
+        kept = drop_samples(response_mask if trained_mask is None else response_mask & trained_mask, cu_seqlens, valid)
         if self.whiten:
             advantages = whiten(advantages, kept, global_moments=peers.moments(advantages, kept))
         zero = advantages.new_zeros(())

@@ -106,7 +106,7 @@ def samples_to_fields(samples: Sequence[Mapping[str, Any]], per_sample: Collecti
 def padded_to_fields(
     input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None, fields: Mapping[str, Tensor], per_sample: Collection[str]
 ) -> tuple[list[int], Fields, Fields]:
-    """Return cumulative lengths, per-token and per-sample fields of a rectangular batch.
+    """Return cumulative lengths, per-token and per-sample fields of a rectangular batch, given as tensors, arrays or lists.
 
     Args:
         input_ids: ``[N, L]``, integers.
@@ -125,6 +125,8 @@ def padded_to_fields(
         >>> padded_to_fields(torch.tensor([[0, 1]]), torch.tensor([[0, 1]]), None, {}, ())
         ([0, 1], {'input_ids': tensor([1])}, {})
     """
+    input_ids, attention_mask = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
+    fields = {name: torch.as_tensor(value) for name, value in fields.items()}
     if input_ids.ndim != 2 or attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"Expected input_ids and attention_mask of one shape [N, L] but got {list(input_ids.shape)} and {list(attention_mask.shape)}."
@@ -137,7 +139,7 @@ def padded_to_fields(
             raise ValueError(f"Row {row} of attention_mask {problem}; expected one unbroken run of ones.")
     token_fields = {"input_ids": input_ids[keep]}
     if response_mask is not None:
-        fields = {"response_mask": response_mask, **fields}
+        fields = {"response_mask": torch.as_tensor(response_mask) != 0, **fields}
     sample_fields: Fields = {}
     for name, value in fields.items():
         if value.shape[:2] == input_ids.shape and name not in per_sample:

@@ -7,6 +7,7 @@ With the policy's logits z and the reference's y of one token, m = max z, s = su
 Tiles are visited as in ``scoring_tiles``; the backward pass computes both models' tiles again. The reference has no gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_rlbatch.functional.kl import full_kl
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
-from lightning_rlbatch.models.scoring import ACCELERATOR_TILE, CPU_TILE, may_keep_logits
+from lightning_rlbatch.models.scoring import ACCELERATOR_TILE, CPU_TILE, log_probs_and_squares, may_keep_logits
 from lightning_rlbatch.models.scoring_tiles import Head, Tiles, accumulation_dtype, add_product, whole_logits
 
 
@@ -54,8 +55,22 @@ class FullKLScores(NamedTuple):
     full_kl: Tensor
 
 
+class SquaredScores(NamedTuple):
+    """Statistics of the distributions that tokens are drawn from, out of one forward pass without gradient.
+
+    Attributes:
+        log_probs: [T], fp32: see `TokenScores`; the same numbers.
+        sum_pi_squared: [T], fp32: sum_j p_j^2 over the vocabulary; 0 outside the scored positions.
+        values: See `TokenScores`.
+    """
+
+    log_probs: Tensor
+    sum_pi_squared: Tensor
+    values: Tensor | None
+
+
 class FullKLScorer(TokenScorer):
-    """A `TokenScorer` that also computes the exact divergence from a reference.
+    """A `TokenScorer` that also computes sums over the vocabulary: the exact divergence from a reference, the sum of squares.
 
     Two calls, since each model's head is only there inside of its own forward once models are sharded: ``reference(batch,
     reference="own")`` without gradient returns a `ReferenceHead`; with ``policy(batch, reference=head)`` come `FullKLScores`.
@@ -70,7 +85,7 @@ class FullKLScorer(TokenScorer):
         with_entropy: bool = False,
         with_values: bool = False,
         reference: ReferenceHead | Literal["own"] | None = None,
-        only_squares: bool = False,
+        with_squares: bool = False,
     ) -> Any:
         """Score as `TokenScorer.forward` does; with a reference also the divergence from it.
 
@@ -81,17 +96,17 @@ class FullKLScorer(TokenScorer):
             with_entropy: See `TokenScorer`.
             with_values: See `TokenScorer`.
             reference: None; ``"own"`` to return this model's `ReferenceHead` and nothing else; or the reference's, of the same batch.
-            only_squares: True returns [T]: ``sum_of_squares`` of this model and nothing else, without gradient.
+            with_squares: True returns `SquaredScores`; for forward passes without gradient.
 
         Returns:
-            `TokenScores`; with a `ReferenceHead` `FullKLScores`.
+            `TokenScores`; with a `ReferenceHead` `FullKLScores`; with squares `SquaredScores`.
 
         Raises:
             ValueError: See `TokenScorer`; a `ReferenceHead` without log-probs.
             TypeError: See `TokenScorer`.
             RuntimeError: See `TokenScorer`.
         """
-        if reference is None and not only_squares:
+        if reference is None and not with_squares:
             arguments = {"with_log_probs": with_log_probs, "with_entropy": with_entropy, "with_values": with_values}
             return super().forward(batch, temperature=temperature, **arguments)
         if not with_log_probs:
@@ -102,14 +117,22 @@ class FullKLScorer(TokenScorer):
         if isinstance(reference, str):
             return self._own_head(states, copied=isinstance(self, FSDPModule))  # a gathered weight is gone after the forward
         rows_temperature = self._temperature_of(sources, batch, temperature)
-        if only_squares or reference is None:
-            squares = sum_of_squares(self._own_head(states), temperature=rows_temperature)
-            return self._to_token(squares, sources, scored, batch.num_tokens)
+        values = self.value_head(states) if with_values and self.value_head is not None else None
+        if with_squares or reference is None:
+            columns = [*self._log_probs_and_squares(states, targets[sources], rows_temperature), values]
+            return SquaredScores(*self._to_tokens(columns, sources, scored, batch.num_tokens))  # type: ignore[arg-type]  # the first two are none
         log_probs, entropy = self._run_lm_head(states, targets[sources], rows_temperature, with_entropy)
         own = ReferenceHead(states, *self._head_weights(), self.logit_scale, self.softcap)
-        columns = [log_probs, entropy, self.value_head(states) if with_values and self.value_head is not None else None]
-        columns.append(divergence(own, reference, temperature=rows_temperature))
-        return FullKLScores(*(None if column is None else self._to_token(column, sources, scored, batch.num_tokens) for column in columns))  # type: ignore[arg-type]  # the last is none
+        columns = [log_probs, entropy, values, divergence(own, reference, temperature=rows_temperature)]
+        return FullKLScores(*self._to_tokens(columns, sources, scored, batch.num_tokens))  # type: ignore[arg-type]  # the last is none
+
+    def _to_tokens(self, columns: Sequence[Tensor | None], sources: Tensor, scored: Tensor, num_tokens: int) -> list[Tensor | None]:
+        return [None if column is None else self._to_token(column, sources, scored, num_tokens) for column in columns]
+
+    def _log_probs_and_squares(self, states: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+        weight, bias = self._head_weights()
+        adjustments: dict[str, Any] = {"softcap": self.softcap, "logit_scale": self.logit_scale}
+        return log_probs_and_squares(states, weight, targets, bias=bias, temperature=temperature, **adjustments)
 
     def _own_head(self, states: Tensor, *, copied: bool = False) -> ReferenceHead:
         weight, bias = self._head_weights()
@@ -156,43 +179,6 @@ def divergence(
 
 
 @torch.no_grad()
-def sum_of_squares(
-    head: ReferenceHead, *, temperature: float | Tensor = 1.0, token_tile: int | None = None, vocab_tile: int | None = None
-) -> Tensor:
-    """Compute sum_j p_j^2 per token from hidden states and an LM head: how likely two draws agree.
-
-    Args:
-        head: States and head of a model.
-        temperature: One number or [n], positive: divides the logits.
-        token_tile: Tokens per tile.
-        vocab_tile: Vocabulary entries per tile.
-
-    Returns:
-        [n] in (0, 1], without gradient: fp32 (fp64 if the head is).
-
-    Example:
-        >>> sum_of_squares(ReferenceHead(torch.ones(1, 1), torch.zeros(4, 1), None, 1.0, None))
-        tensor([0.2500])
-    """
-    part, cut = _prepared(head, head.weight, temperature, (token_tile, vocab_tile))
-    with torch.autocast(part.states.device.type, enabled=False):
-        tiles = Tiles(part.states, part.weight, part.bias, cut)
-        result = torch.empty(part.states.shape[0], dtype=tiles.dtype, device=part.states.device)
-        for rows in cut.cut(part.states.shape[0], 0):
-            maximum = torch.full_like(result[rows], -1e30)
-            total, squares = torch.zeros_like(maximum), torch.zeros_like(maximum)
-            for columns in cut.cut(part.weight.shape[0], 1):
-                logits = tiles.logits(rows, columns)
-                new_maximum = torch.maximum(maximum, logits.amax(dim=1))
-                shrink = (maximum - new_maximum).exp()
-                exponentials = logits.sub_(new_maximum[:, None]).exp_()
-                total = shrink * total + exponentials.sum(dim=1)
-                squares = shrink.square() * squares + exponentials.square_().sum(dim=1)
-                maximum = new_maximum
-            result[rows] = squares / total.square()
-    return result
-
-
 def _prepared(
     part: ReferenceHead, like: Tensor, temperature: float | Tensor, tile: tuple[int | None, int | None]
 ) -> tuple[ReferenceHead, Head]:

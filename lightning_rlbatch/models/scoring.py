@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlbatch.models.scoring_gradient import TiledScore
-from lightning_rlbatch.models.scoring_tiles import Head, accumulation_dtype, whole_logits
+from lightning_rlbatch.models.scoring_tiles import Head, Tiles, accumulation_dtype, score_rows, whole_logits
 
 DIRECT_ELEMENTS = 1 << 21  # logits of at most this many elements (8 MiB in fp32) are kept, larger ones computed twice
 CPU_TILE = (512, 2048)  # 4 MiB in fp32: stays in the caches of a core
@@ -65,17 +65,76 @@ def token_log_probs(
     _check_shapes(hidden, weight, targets, bias, temperature)
     check_head_memory(head_memory_mib)
     hidden, weight, bias = _common_dtype(hidden, weight, bias)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(accumulation_dtype(hidden))
-        temperature = temperature.expand(hidden.shape[0]) if temperature.dim() == 0 else temperature
-    default = CPU_TILE if hidden.device.type == "cpu" else ACCELERATOR_TILE
-    kept = int(head_memory_mib * 2**20) // accumulation_dtype(hidden).itemsize
-    head = Head(softcap, float(logit_scale), temperature, (token_tile or default[0], vocab_tile or default[1]), kept)
+    head = _head(hidden, temperature, softcap, logit_scale, (token_tile, vocab_tile), head_memory_mib)
     direct = token_tile is None and vocab_tile is None and may_keep_logits(hidden, weight)
     score = _score_directly if direct else TiledScore.apply
     # Dtypes are chosen above; autocast would change them in the forward pass only.
     with torch.autocast(hidden.device.type, enabled=False):
         return cast(tuple[Tensor, Tensor | None], score(hidden, weight, bias, targets, head, with_entropy))
+
+
+@torch.no_grad()
+def log_probs_and_squares(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_tile: int | None = None,
+    vocab_tile: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute log p(target) as `token_log_probs` does, bit for bit, and sum_j p_j^2 (how likely two draws agree), from the same logits.
+
+    Args:
+        hidden: As in `token_log_probs`, and so are the other arguments.
+        weight: [V, h].
+        targets: [T], int64.
+        bias: [V].
+        temperature: One number or [T].
+        softcap: Bound of soft-capped logits.
+        logit_scale: Factor on the raw products.
+        token_tile: Tokens per tile.
+        vocab_tile: Vocabulary entries per tile.
+
+    Returns:
+        ``(log_probs, squares)``: [T] each, without gradient, fp32 (fp64 if ``hidden`` is); squares lie in (0, 1].
+
+    Raises:
+        ValueError: Shapes do not fit each other.
+
+    Example:
+        >>> log_probs_and_squares(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([1]))
+        (tensor([-1.3863]), tensor([0.2500]))
+    """
+    _check_shapes(hidden, weight, targets, bias, temperature)
+    hidden, weight, bias = _common_dtype(hidden, weight, bias)
+    head = _head(hidden, temperature, softcap, logit_scale, (token_tile, vocab_tile), 0.0)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if token_tile is None and vocab_tile is None and may_keep_logits(hidden, weight):
+            log_p = torch.log_softmax(whole_logits(hidden, weight, bias, head), dim=-1)
+            return log_p.gather(1, targets[:, None]).squeeze(1), log_p.mul_(2).exp_().sum(dim=-1)
+        tiles = Tiles(hidden, weight, bias, head)
+        rows = [score_rows(tiles, part, targets[part], False, with_squares=True) for part in head.cut(hidden.shape[0], 0)]
+        return torch.cat([row.log_probs for row in rows]), torch.cat([row.squares for row in rows])
+
+
+def _head(
+    hidden: Tensor,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    tile: tuple[int | None, int | None],
+    head_memory_mib: float,
+) -> Head:
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach().to(accumulation_dtype(hidden))
+        temperature = temperature.expand(hidden.shape[0]) if temperature.dim() == 0 else temperature
+    default = CPU_TILE if hidden.device.type == "cpu" else ACCELERATOR_TILE
+    kept = int(head_memory_mib * 2**20) // accumulation_dtype(hidden).itemsize
+    return Head(softcap, float(logit_scale), temperature, (tile[0] or default[0], tile[1] or default[1]), kept)
 
 
 def may_keep_logits(hidden: Tensor, weight: Tensor) -> bool:

@@ -39,7 +39,7 @@ class TiledScore(torch.autograd.Function):
         tiles = Tiles(hidden, weight, bias, head)
         tiles.room = head.kept_elements if any(ctx.needs_input_grad) else 0
         for part in head.cut(tokens, 0):
-            log_probs[part], lse[part], entropy[part] = score_rows(tiles, part, targets[part], with_entropy)
+            log_probs[part], lse[part], entropy[part], _ = score_rows(tiles, part, targets[part], with_entropy)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy if with_entropy else None, *tiles.kept)
         ctx.head = head
         return log_probs, entropy.clone() if with_entropy else None

@@ -12,6 +12,7 @@ centred form of the entropy loses no digits, unlike lse - sum p z.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,10 +116,26 @@ class Tiles:
         return (self.kept[2 * number], self.kept[2 * number + 1]) if 2 * number < len(self.kept) else None
 
 
-def score_rows(tiles: Tiles, rows: slice, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (log_prob, lse, entropy) of the tokens of one row of tiles; the entropy is meaningless unless asked for."""
+class RowScores(NamedTuple):
+    """What the tokens of one row of tiles are scored; entropy and squares are without meaning unless asked for.
+
+    Attributes:
+        log_probs: [r].
+        lse: [r], log sum e^z.
+        entropy: [r].
+        squares: [r], sum p^2.
+    """
+
+    log_probs: Tensor
+    lse: Tensor
+    entropy: Tensor
+    squares: Tensor
+
+
+def score_rows(tiles: Tiles, rows: slice, targets: Tensor, with_entropy: bool, with_squares: bool = False) -> RowScores:
+    """Score the tokens of one row of tiles, in one visit to each tile."""
     maximum = torch.full((rows.stop - rows.start,), -1e30, dtype=tiles.dtype, device=targets.device)  # finite: 0 * (-inf) is NaN below
-    total, weighted, chosen = torch.zeros_like(maximum), torch.zeros_like(maximum), torch.zeros_like(maximum)
+    total, weighted, chosen, squares = (torch.zeros_like(maximum) for _ in range(4))
     for columns in tiles.head.cut(tiles.weight.shape[0], 1):
         logits = tiles.logits(rows, columns)
         inside, local = local_targets(targets, columns)
@@ -131,11 +148,13 @@ def score_rows(tiles: Tiles, rows: slice, targets: Tensor, with_entropy: bool) -
         if with_entropy:
             # The old sums were centred on the old maximum: sum e^(z-m') (z-m') = e^(m-m') (u + (m-m') s)
             weighted = shrink * (weighted + shift * total) + logits.mul_(exponentials).sum(dim=1)
+        if with_squares:
+            squares = shrink.square() * squares + torch.mul(exponentials, exponentials, out=logits).sum(dim=1)
         total = shrink * total + exponentials.sum(dim=1)
         maximum = new_maximum
     log_total = total.log()
     lse = maximum + log_total
-    return chosen - lse, lse, log_total - weighted / total
+    return RowScores(chosen - lse, lse, log_total - weighted / total, squares / total.square())
 
 
 def whole_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:

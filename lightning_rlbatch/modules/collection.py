@@ -229,5 +229,9 @@ def _lengths(table: RolloutTable) -> dict[str, float]:
     return length_metrics(torch.tensor(table.num_response_tokens), table.truncated)
 
 
-def _named(name: str, forward: Callable[[PackedBatch], Tensor]) -> Callable[[PackedBatch], dict[str, Tensor]]:
-    return lambda micro_batch: {name: forward(micro_batch)}
+def _named(name: str, forward: Callable[[PackedBatch], Tensor | dict[str, Tensor]]) -> Callable[[PackedBatch], dict[str, Tensor]]:
+    def fields(micro_batch: PackedBatch) -> dict[str, Tensor]:
+        result = forward(micro_batch)
+        return result if isinstance(result, dict) else {name: result}
+
+    return fields

@@ -56,6 +56,22 @@ def _check_advantage(module: "PPOModule") -> None:
             " reward. Remove kl_reward, and put the penalty into the loss (kl_coefficient)."
         )
 
+    if module.advantage.needs_component_rewards and module.overlong_buffer is not None:
+        raise ValueError(
+            f"The advantage {type(module.advantage).__name__} compares each reward on its own, so that the overlong penalty, which is added"
+            " to their sum, would have no effect. Remove overlong_buffer, and pass a reward function of the length instead."
+        )
+    if getattr(module.advantage, "weights", 0) is None and any(weight != 1 for weight in _all_weights(module)):
+        raise ValueError(
+            f"The advantage {type(module.advantage).__name__} adds the rewards by weights of its own, 1 each by default, so that"
+            f" reward_weights={module.reward_weights} would have no effect on it. Set the advantage's weights to {_all_weights(module)}."
+        )
+
+
+def _all_weights(module: "PPOModule") -> list[float]:
+    """Return the weight of each component of the reward."""
+    return [*module.reward_weights, *([module.reward_model_weight] if module.reward_model_source is not None else [])]
+
 
 def _check_loss(module: "PPOModule") -> None:
     if module.loss_aggregation not in AGGREGATION_MODES:

@@ -12,12 +12,13 @@ from lightning_rlbatch.data.chat import Conversation
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.functional import KLController
+from lightning_rlbatch.functional.filters import drop_samples
 from lightning_rlbatch.functional.kl import KLKind
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.adapters import adapters_off
 from lightning_rlbatch.modules.collection import RolloutCollector, score_rollouts
 from lightning_rlbatch.modules.ppo_roles import PPORoles
-from lightning_rlbatch.modules.preparation import RolloutPreparation, data_parallel_peers
+from lightning_rlbatch.modules.preparation import SAMPLED_MASK, RolloutPreparation, data_parallel_peers
 from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards
 from lightning_rlbatch.modules.scoring_context import scoring_context
 from lightning_rlbatch.modules.turns import Environment
@@ -92,20 +93,25 @@ class PPOCollection(PPORoles):
             score_rollouts(self, store)
             self._collection_metrics = RolloutPreparation(self, store).run()
 
-    def scoring_passes(self) -> dict[str, Callable[[PackedBatch], Tensor]]:
-        """Return the forward-only passes over fresh rollouts: name of the per-token field and what computes it."""
-        policy, reference, temperature = self.policy, self.reference, self.temperature
-        critic = self.critic if self.critic is not None else policy
-        passes = {"old_log_probs": lambda micro_batch: policy(micro_batch, temperature=temperature).log_probs}
+    def scoring_passes(self) -> dict[str, Callable[[PackedBatch], Tensor | dict[str, Tensor]]]:
+        """Return the forward-only passes over fresh rollouts: name of the per-token field and what computes it, or several by name."""
+        reference, temperature = self.reference, self.temperature
+        passes: dict[str, Callable[[PackedBatch], Tensor | dict[str, Tensor]]] = {"old_log_probs": self._policy_scores}
         if reference is not None:
             passes["ref_log_probs"] = lambda micro_batch: reference(micro_batch, temperature=temperature).log_probs
         elif self.needs_reference:
             passes["ref_log_probs"] = self._base_log_probs
-        if self.advantage.needs_sum_pi_squared:
-            passes["sum_pi_squared"] = lambda micro_batch: policy(micro_batch, temperature=temperature, only_squares=True)
-        if self.has_values:
+        if (critic := self.critic) is not None:
             passes["values"] = lambda micro_batch: critic(micro_batch, with_log_probs=False, with_values=True).values
         return passes
+
+    def _policy_scores(self, micro_batch: PackedBatch) -> dict[str, Tensor]:
+        """Return all that the policy's own model tells of a micro-batch, out of one forward pass."""
+        shared = self.has_values and self.critic is None
+        extra = {"with_squares": True} if self.advantage.needs_sum_pi_squared else {}
+        scores = self.policy(micro_batch, temperature=self.temperature, with_values=shared, **extra)
+        fields = {"old_log_probs": scores.log_probs} | ({"values": scores.values} if shared else {})
+        return fields | ({"sum_pi_squared": scores.sum_pi_squared} if extra else {})
 
     def _base_log_probs(self, micro_batch: PackedBatch) -> Tensor:
         with adapters_off(self.policy):
@@ -146,19 +152,21 @@ class PPOCollection(PPORoles):
         )
 
     def compute_advantages(self, store: RolloutStore, token_rewards: Tensor | None) -> dict[str, Tensor]:
-        """Return the per-token fields ``advantages`` and ``returns`` of this rank's samples.
+        """Return the per-token fields ``advantages`` and ``returns`` of this rank's samples, and ``response_mask`` if it gets smaller.
 
         Args:
-            store: Rollouts; ``store.samples`` holds this rank's rewards, values and masks.
+            store: Rollouts; ``store.samples`` holds this rank's rewards, values and masks: ``response_mask``, the tokens that are trained
+                on, and ``sampled_mask``, those that the policy sampled, if options may leave some of them out of the loss.
             token_rewards: ``[T]``: what each token adds to the reward (a KL penalty), or None.
         """
         samples, estimator = store.samples, self.advantage
         names = {"log_probs": "old_log_probs", "sum_pi_squared": "sum_pi_squared"} if estimator.needs_sum_pi_squared else {}
+        names |= {"trained_mask": "response_mask"} if SAMPLED_MASK in samples else {}
         # Rewards stay in fp64 until they have been compared: near-equal ones far from 0 are not so in fp32.
         result = estimator(
             samples["reward"],
             store.group_ids.to(samples.device),
-            samples["response_mask"],
+            samples[SAMPLED_MASK if SAMPLED_MASK in samples else "response_mask"],
             samples.cu_seqlens,
             token_rewards=token_rewards,
             values=samples["values"] if self.has_values else None,
@@ -168,4 +176,7 @@ class PPOCollection(PPORoles):
             **{name: samples[field] for name, field in names.items()},
         )
         dtype = samples["old_log_probs"].dtype
-        return {"advantages": result.advantages.to(dtype), "returns": result.returns.to(dtype)}
+        fields = {"advantages": result.advantages.to(dtype), "returns": result.returns.to(dtype)}
+        if not bool(result.valid.all()):  # nothing to compare with, such as a greedy answer without a reward
+            fields["response_mask"] = drop_samples(samples["response_mask"], samples.cu_seqlens, result.valid)
+        return fields

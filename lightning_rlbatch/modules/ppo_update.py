@@ -9,6 +9,7 @@ from lightning_rlbatch.data.store import SAMPLE_ID
 from lightning_rlbatch.functional import PolicyLoss
 from lightning_rlbatch.functional.aggregation import AggregationMode, Denominators, aggregate
 from lightning_rlbatch.functional.kl import kl_penalty, needs_logits
+from lightning_rlbatch.functional.losses import log_ratio, ratio_metrics
 from lightning_rlbatch.functional.losses_covariance import token_keys
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.value import value_loss
@@ -102,10 +103,19 @@ class PPOUpdate(RLBatchModule):
         if self.has_full_kl:
             micro_batch = micro_batch.with_fields(per_token={"full_kl": scores.full_kl})
         terms, metrics = self.policy_terms(micro_batch, scores.log_probs, scores.entropy)
+        metrics = self._ratio_metrics(micro_batch, scores.log_probs) | metrics
         if shared:
             value_terms, value_metrics = self.value_terms(micro_batch, scores.values)
             terms, metrics = terms + value_terms, metrics | value_metrics
         return self._output(micro_batch, terms, metrics, denominators)
+
+    def _ratio_metrics(self, micro_batch: PackedBatch, log_probs: Tensor) -> dict[str, Tensor]:
+        """Return the metrics of the ratio, for losses of a user's own that report none: the doctor and the report read them."""
+        if "old_log_probs" not in micro_batch:
+            return {}
+        mask = self.score_mask(micro_batch)
+        delta = log_ratio(log_probs.detach(), micro_batch["old_log_probs"], mask)
+        return {f"train/{name}": term for name, term in ratio_metrics(delta, mask).items()}
 
     @torch.no_grad()
     def _reference_head(self, micro_batch: PackedBatch) -> ReferenceHead:

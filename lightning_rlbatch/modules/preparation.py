@@ -9,11 +9,15 @@ from torch import Tensor
 from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.distributed.reductions import all_gather_rows, all_reduce_sums
 from lightning_rlbatch.functional.filters import drop_samples
+from lightning_rlbatch.functional.importance import effective_sample_size, effective_sample_size_sums
 from lightning_rlbatch.functional.kl import kl_penalty
 from lightning_rlbatch.functional.metrics import explained_variance, explained_variance_sums, token_mean
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.peers import Peers
 from lightning_rlbatch.modules.base import RLBatchModule
+
+_STATISTICS = {"value/explained_variance": explained_variance, "rollout_correction/effective_sample_size": effective_sample_size}
+SAMPLED_MASK = "sampled_mask"  # the response mask before some of its tokens were left out of the loss
 
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo_collection import PPOCollection
@@ -37,6 +41,8 @@ class RolloutPreparation:
         module, store = self.module, self.store
         self._mismatch(store.samples)
         token_rewards = self._kl_reward(store.samples) if module.kl_reward is not None else None
+        if module.drop_truncated or module.rollout_correction is not None:
+            store.update(per_token={SAMPLED_MASK: store.samples["response_mask"]})
         if module.drop_truncated:
             kept = drop_samples(store.samples["response_mask"], store.samples.cu_seqlens, ~store.samples["truncated"])
             store.update(per_token={"response_mask": kept})
@@ -68,21 +74,27 @@ class RolloutPreparation:
         result = self.module.rollout_correction(samples["old_log_probs"], samples["rollout_log_probs"], mask, samples.cu_seqlens)
         for name, metric in result.metrics.items():
             self._add(f"rollout_correction/{name}", *token_mean(metric, mask))
+        self._add_parts("rollout_correction/effective_sample_size", effective_sample_size_sums(result.weights, mask))
         self.store.update(per_token={"response_mask": result.response_mask, "loss_weights": result.weights})
 
     def _explained_variance(self, samples: PackedBatch) -> None:
-        sums = explained_variance_sums(samples["values"], samples["returns"], samples["response_mask"])
-        self.sums |= {f"explained_variance:{index}": value for index, value in enumerate(sums)}
+        self._add_parts(
+            "value/explained_variance", explained_variance_sums(samples["values"], samples["returns"], samples["response_mask"])
+        )
 
     def _add(self, name: str, numerator: Tensor, denominator: Tensor) -> None:
         self.sums |= {f"{name}:numerator": numerator, f"{name}:denominator": denominator}
 
+    def _add_parts(self, name: str, parts: Tensor) -> None:
+        self.sums |= {f"{name}:{index}": part for index, part in enumerate(parts)}
+
     def _reduced(self) -> dict[str, float]:
         totals = all_reduce_sums(self.sums, self.module.meshes.dp_group)
         metrics = {}
-        if self.module.has_values:
-            value = float(explained_variance(torch.tensor([totals.pop(f"explained_variance:{index}") for index in range(5)])))
-            metrics["value/explained_variance"] = value
+        for name, compute in _STATISTICS.items():
+            parts = [totals[f"{name}:{index}"] for index in range(len(totals)) if f"{name}:{index}" in totals]
+            if parts:
+                metrics[name] = float(compute(torch.tensor(parts, dtype=torch.float64)))
         for key, total in totals.items():
             if key.endswith(":numerator"):
                 name = key.removesuffix(":numerator")

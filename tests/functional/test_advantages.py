@@ -1,5 +1,6 @@
 """Advantages against slow loops; groups by id; missing rewards; the same on any number of ranks."""
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -498,6 +499,18 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name):
     tokens = torch.cat([found[i][0][ITERATION.masks[i]] for i in found if i != 5])
     assert tokens.mean().item() == pytest.approx(0, abs=1e-12)
     assert tokens.var().item() == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_tokens_left_out_of_the_loss_count_in_the_statistics_but_not_in_the_whitening(name):
+    estimator, (arguments, extra) = ESTIMATORS[name], ITERATION.arguments(ESTIMATORS[name], list(range(12)))
+    trained = torch.arange(arguments[2].shape[0]) % 3 > 0
+    found = estimator(*arguments, **extra, trained_mask=trained)
+    raw = dataclasses.replace(estimator, whiten=False)(*arguments, **extra)
+    kept = arguments[2] & trained & raw.valid[torch.repeat_interleave(arguments[3].diff())]
+    expected = whiten(raw.advantages, kept) if estimator.whiten else torch.where(kept, raw.advantages, 0)
+    torch.testing.assert_close(found.advantages, expected)
+    assert torch.equal(found.returns, torch.where(kept, raw.returns, 0))
 
 
 def test_kl_in_the_reward_enters_the_outcome_that_groups_compare():

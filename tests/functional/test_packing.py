@@ -72,6 +72,14 @@ def test_pad_tokens_that_equal_real_tokens_do_not_matter():
     assert_same(PackedBatch.from_padded(**padded), PackedBatch.from_samples(samples()))
 
 
+def test_a_rectangular_batch_may_be_lists_or_arrays_and_its_masks_any_numbers():
+    ids, ones, mask, rewards = [[0, 7, 8], [5, 6, 0]], [[0, 1, 1], [1, 1, 0]], [[0, 0, 1], [0, 1, 0]], [0.5, 1.0]
+    expected = PackedBatch.from_padded(torch.tensor(ids), torch.tensor(ones), torch.tensor(mask), reward=torch.tensor(rewards).double())
+    given = [np.array(x, dtype=dtype) for x, dtype in ((ids, "i4"), (ones, "f4"), (mask, "f4"), (rewards, "f8"))]
+    assert_same(PackedBatch.from_padded(*given[:3], reward=given[3]), expected)
+    assert_same(PackedBatch.from_padded(ids, ones, mask, reward=given[3]), expected)
+
+
 def test_select_keeps_the_given_order_and_may_repeat():
     batch = PackedBatch.from_samples(samples())
     chosen = batch.select(torch.tensor([2, 0, 2]))

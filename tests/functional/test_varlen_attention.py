@@ -67,6 +67,17 @@ def test_every_option_equals_the_dense_matrix_in_value_and_gradient(name, kv_hea
     assert_matches_dense([5, 1, 9, 2], inputs([5, 1, 9, 2], kv_heads=kv_heads), OPTIONS[name])
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_samples_without_tokens_change_nothing(name):
+    tensors = inputs([3, 2])
+    expected = varlen_attention(*tensors, [3, 2], **OPTIONS[name])
+    assert torch.equal(varlen_attention(*tensors, [0, 3, 0, 2, 0], **OPTIONS[name]), expected)
+    for seq_lens in ([], [0], [0, 0]):
+        nothing = varlen_attention(*(x[:0] for x in tensors), seq_lens, **OPTIONS[name])
+        assert nothing.shape == (0, *expected.shape[1:])
+        assert nothing.requires_grad
+
+
 LONG = [(300, 5), (300, 128), (257, 129), (129, 128), (256, 256), (400, 1), (1300, 600), (700, 130)]
 
 

@@ -5,7 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rlbatch.functional.kl import full_kl
-from lightning_rlbatch.models.full_kl import ReferenceHead, divergence, sum_of_squares
+from lightning_rlbatch.models.full_kl import ReferenceHead, divergence
+from lightning_rlbatch.models.scoring import log_probs_and_squares, token_log_probs
 
 TOKENS, HIDDEN, VOCABULARY = 13, 8, 37
 
@@ -69,10 +70,15 @@ def test_half_precision_states_give_fp32_divergences_close_to_exact_ones(tiles):
 
 
 @pytest.mark.parametrize("tiles", [{}, {"token_tile": 4, "vocab_tile": 10}], ids=["whole", "tiled"])
-def test_sum_of_squares_is_that_of_the_probabilities(tiles):
-    head = make_head(0, softcap=3.0)
-    expected = plain_logits(head, 0.8).softmax(-1).square().sum(-1)
-    torch.testing.assert_close(sum_of_squares(head, temperature=0.8, **tiles), expected, rtol=1e-12, atol=1e-14)
+def test_sum_of_squares_is_that_of_the_probabilities_and_its_log_probs_those_without_it(tiles):
+    targets = torch.arange(TOKENS) * 5 % VOCABULARY
+    for temperature in (0.8, torch.linspace(0.5, 1.5, TOKENS).double()):
+        head = make_head(0, softcap=3.0, scale=1.3)
+        options = {"bias": head.bias, "temperature": temperature, "softcap": 3.0, "logit_scale": 1.3, **tiles}
+        log_probs, squares = log_probs_and_squares(head.states, head.weight, targets, **options)
+        expected = plain_logits(head, temperature).softmax(-1).square().sum(-1)
+        torch.testing.assert_close(squares, expected, rtol=1e-12, atol=1e-14)
+        assert torch.equal(log_probs, token_log_probs(head.states, head.weight, targets, **options)[0])
 
 
 class LargestTensor(TorchDispatchMode):
