@@ -10,18 +10,8 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import (
-    HandMadeDataModule,
-    Step,
-    StepRecorder,
-    frozen_sgd,
-    length_reward,
-    make_samples,
-    make_trainer,
-    relative_difference,
-    tiny_llama,
-    with_policy_log_probs,
-)
+from hand_made import HandMadeDataModule, Step, make_samples, with_policy_log_probs
+from helpers import StepRecorder, frozen_sgd, length_reward, make_trainer, relative_difference, tiny_llama
 
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.functional import CISPO, DPPO, GAE, GMPO, GSPO, SAPO, ClipCov, KLCov, PolicyLoss, PPOClip, Reinforce

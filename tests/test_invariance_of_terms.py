@@ -12,17 +12,8 @@ import inspect
 import numpy
 import pytest
 import torch
-from helpers import (
-    HandMadeDataModule,
-    Step,
-    StepRecorder,
-    frozen_sgd,
-    length_reward,
-    make_samples,
-    make_trainer,
-    tiny_llama,
-    with_policy_log_probs,
-)
+from hand_made import HandMadeDataModule, Step, make_samples, with_policy_log_probs
+from helpers import StepRecorder, frozen_sgd, length_reward, make_trainer, tiny_llama
 
 from lightning_rlbatch import functional
 from lightning_rlbatch.data.batching import BatchingOptions

@@ -1,5 +1,6 @@
 import pytest
-from helpers import HandMadeDataModule, Step, length_reward, make_samples, make_trainer, tiny_llama
+from hand_made import HandMadeDataModule, Step, make_samples
+from helpers import length_reward, make_trainer, tiny_llama
 
 from lightning_rlbatch.callbacks import BalanceMonitor
 from lightning_rlbatch.data.batching import BatchingOptions

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import HandMadeDataModule, Step, length_reward, make_samples, make_trainer, tiny_llama, with_policy_log_probs
+from hand_made import HandMadeDataModule, Step, make_samples, with_policy_log_probs
+from helpers import length_reward, make_trainer, tiny_llama
 
 from lightning_rlbatch.callbacks import Thresholds, TrainingDoctor, UnhealthyTraining
 from lightning_rlbatch.callbacks.doctor_rules import RULES, History, diagnose

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from helpers import HandMadeDataModule, Step, StepRecorder, length_reward, make_samples, make_trainer, tiny_llama, whole_parameters
+from hand_made import HandMadeDataModule, Step, make_samples
+from helpers import StepRecorder, length_reward, make_trainer, tiny_llama, whole_parameters
 
 from lightning_rlbatch.callbacks import MemoryRehearsal
 from lightning_rlbatch.callbacks.memory_rehearsal import heaviest_micro_batch, rehearsal_batch

@@ -1,7 +1,8 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import HandMadeDataModule, Step, length_reward, make_samples, make_trainer, tiny_llama, whole_parameters
+from hand_made import HandMadeDataModule, Step, make_samples
+from helpers import length_reward, make_trainer, tiny_llama, whole_parameters
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_rlbatch.callbacks.parity_check import ParityCheck

@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import CharacterCodes
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_rlbatch.callbacks import rollout_logger
@@ -26,19 +27,8 @@ COMPLETIONS = [["x", "xyx"], ["[red]y", "z" * 40]]
 REWARDS = [[1.0, 0.0], [float("nan"), 0.25]]
 
 
-class Letters:
-    eos_token_id = 1
-    pad_token_id = 0
-
-    def encode(self, text):
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids, skip_special_tokens=True):
-        return "".join(chr(token) for token in token_ids if token > 1)
-
-
 def make_rollouts(meshes, iteration=3):
-    letters = Letters()
+    letters = CharacterCodes()
     rows = []
     for index in contiguous_share(4, meshes.world_size, meshes.rank):
         prompt, completion = letters.encode(PROMPTS[index // 2]), [*letters.encode(COMPLETIONS[index // 2][index % 2]), 1]
@@ -178,7 +168,7 @@ def test_json_lines_hold_every_rewarded_rollout_of_all_ranks(tmp_path, world_siz
 
 def test_the_json_lines_can_be_replayed(tmp_path):
     log(dirpath=str(tmp_path), max_rows=0)
-    dump = RolloutDump(tmp_path, Letters())
+    dump = RolloutDump(tmp_path, CharacterCodes())
     assert (dump.iterations, dump.num_prompts, dump.rollouts_per_prompt(3)) == ([3], 2, 2)
     assert sorted(dump.read(3, 0, 1)["reward"].tolist()) == [0.0, 0.25, 1.0]
 
@@ -210,7 +200,7 @@ def test_parquet_files_hold_what_json_lines_hold_with_the_same_types_on_every_ra
             log(meshes=data_parallel_meshes(), dirpath=str(tmp_path / file_format), file_format=file_format, max_rows=0)
         torch.distributed.barrier()
         tables = [pyarrow.parquet.read_table(file) for file in sorted((tmp_path / "parquet" / "iteration_000003").glob("*.parquet"))]
-        rewards = sorted(RolloutDump(tmp_path / "parquet", Letters()).read(3, 0, 1)["reward"].tolist())
+        rewards = sorted(RolloutDump(tmp_path / "parquet", CharacterCodes()).read(3, 0, 1)["reward"].tolist())
         return [table.to_pylist() for table in tables], {str(table.schema) for table in tables}, rewards
 
     parts, schemas, rewards = run_distributed(write_and_read, 2)[0]

@@ -4,7 +4,8 @@ import time
 
 import pytest
 import torch
-from helpers import HandMadeDataModule, RecordingLogger, Step, length_reward, make_samples, make_trainer, tiny_llama
+from hand_made import HandMadeDataModule, Step, make_samples
+from helpers import RecordingLogger, length_reward, make_trainer, tiny_llama
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rlbatch.callbacks import ThroughputMonitor

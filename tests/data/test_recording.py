@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import CharacterCodes
 from safetensors.torch import load_file, save_file
 
 from lightning_rlbatch.callbacks import recorder as recorder_module
@@ -19,17 +20,6 @@ from lightning_rlbatch.testing import run_distributed
 
 ROLLOUTS = 3
 NO_VERDICT = 4  # the rollout whose reward is missing
-
-
-class Letters:
-    eos_token_id = 1
-    pad_token_id = 0
-
-    def encode(self, text):
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids, skip_special_tokens=True):
-        return "".join(chr(token) for token in token_ids if token > 1)
 
 
 def sample(group, rollout, salt=0):
@@ -54,7 +44,7 @@ def make_rollouts(meshes, positions, iteration=0, salt=0):
         positions=list(positions),
         rollouts_per_prompt=ROLLOUTS,
         max_response_length=8,
-        tokenizer=Letters(),
+        tokenizer=CharacterCodes(),
         seed=7,
     )
     rows = []
@@ -295,6 +285,6 @@ def test_texts_are_those_of_the_samples_prompts_and_responses():
     rollouts = make_rollouts(single_process_meshes(), [3, 1])
     texts = rollouts.texts()
     assert [prompt for prompt, _ in texts] == ["p3", "p3", "p3", "p1", "p1"]
-    assert texts[0][1] == Letters().decode(sample(3, 0)["input_ids"][1:].tolist())
+    assert texts[0][1] == CharacterCodes().decode(sample(3, 0)["input_ids"][1:].tolist())
     assert rollouts.texts(2) == texts[:2]
     assert json.dumps(texts)

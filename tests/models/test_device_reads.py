@@ -6,7 +6,8 @@ import traceback
 
 import pytest
 import torch
-from helpers import HandMadeDataModule, Step, length_reward, make_samples, make_trainer, tiny_llama
+from hand_made import HandMadeDataModule, Step, make_samples
+from helpers import length_reward, make_trainer, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rlbatch.data.batching import BatchingOptions

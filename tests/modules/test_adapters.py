@@ -2,21 +2,17 @@
 
 import pytest
 import torch
-from helpers import (
+from hand_made import (
     HandMadeDataModule,
     ScriptedPPO,
     Step,
-    StepRecorder,
-    ToyTokenizer,
     make_samples,
-    make_trainer,
     plain_log_probs,
     prompts,
-    tiny_llama,
     varied_reward,
-    whole_parameters,
     with_policy_log_probs,
 )
+from helpers import StepRecorder, ToyTokenizer, make_trainer, tiny_llama, whole_parameters
 
 from lightning_rlbatch.data import BatchingOptions, RolloutDataModule
 from lightning_rlbatch.testing import run_distributed

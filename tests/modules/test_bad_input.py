@@ -5,18 +5,8 @@ import time
 
 import pytest
 import torch
-from helpers import (
-    ConstantLossModule,
-    HandMadeDataModule,
-    ScriptedPPO,
-    Step,
-    ToyTokenizer,
-    constant_sample,
-    length_reward,
-    make_trainer,
-    prompts,
-    tiny_llama,
-)
+from hand_made import ConstantLossModule, HandMadeDataModule, ScriptedPPO, Step, constant_sample, prompts
+from helpers import ToyTokenizer, length_reward, make_trainer, tiny_llama
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 

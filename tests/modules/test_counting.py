@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    ConstantLossModule,
-    ScriptedPPO,
-    StepRecorder,
-    ToyTokenizer,
-    constant_sample,
-    make_trainer,
-    prompts,
-    tiny_llama,
-    varied_reward,
-)
+from hand_made import ConstantLossModule, ScriptedPPO, constant_sample, prompts, varied_reward
+from helpers import StepRecorder, ToyTokenizer, make_trainer, tiny_llama
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 
 from lightning_rlbatch.data import RolloutDataModule, SFTDataModule

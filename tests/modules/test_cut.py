@@ -1,16 +1,8 @@
 """Losses, metrics and counts worked out by hand, whatever the cut (R01, R06, R20) and whatever is masked (R08)."""
 
 import pytest
-from helpers import (
-    ConstantLossModule,
-    HandMadeDataModule,
-    Step,
-    StepRecorder,
-    constant_sample,
-    make_trainer,
-    sgd,
-    whole_parameters,
-)
+from hand_made import ConstantLossModule, HandMadeDataModule, Step, constant_sample
+from helpers import StepRecorder, make_trainer, sgd, whole_parameters
 
 from lightning_rlbatch.data import BatchingOptions, SFTDataModule
 from lightning_rlbatch.functional.packing import PackedBatch

@@ -1,7 +1,8 @@
 """Prompts whose rollouts are all rewarded alike are replaced by others and sampled again, by the same rule on every number of ranks."""
 
 import pytest
-from helpers import ScriptedPPO, StepRecorder, ToyTokenizer, make_trainer, prompts, tiny_llama
+from hand_made import ScriptedPPO, prompts
+from helpers import StepRecorder, ToyTokenizer, make_trainer, tiny_llama
 
 from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.testing import run_distributed

@@ -7,19 +7,8 @@ import warnings
 
 import pytest
 import torch
-from helpers import (
-    ConstantLossModule,
-    HandMadeDataModule,
-    Step,
-    StepRecorder,
-    length_reward,
-    make_samples,
-    make_trainer,
-    tiny_llama,
-    whole,
-    whole_parameters,
-    with_policy_log_probs,
-)
+from hand_made import ConstantLossModule, HandMadeDataModule, Step, make_samples, with_policy_log_probs
+from helpers import StepRecorder, length_reward, make_trainer, tiny_llama, whole, whole_parameters
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rlbatch.data import BatchingOptions

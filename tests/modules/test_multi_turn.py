@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from helpers import EOS, VOCAB, StepRecorder, ToyTokenizer, length_reward, make_trainer, plain_log_probs, relative_difference, tiny_llama
+from hand_made import plain_log_probs
+from helpers import (
+    EOS,
+    VOCAB,
+    StepRecorder,
+    ToyTokenizer,
+    length_reward,
+    make_trainer,
+    relative_difference,
+    tiny_llama,
+)
 
 from lightning_rlbatch.callbacks import RolloutCallback
 from lightning_rlbatch.data import RolloutDataModule

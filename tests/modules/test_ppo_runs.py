@@ -7,17 +7,15 @@ import warnings
 
 import pytest
 import torch
+from hand_made import ScriptedPPO, prompts, varied_reward
 from helpers import (
     CollectiveRecorder,
-    ScriptedPPO,
     StepRecorder,
     ToyTokenizer,
     make_trainer,
-    prompts,
     relative_difference,
     sgd,
     tiny_llama,
-    varied_reward,
     whole_parameters,
 )
 

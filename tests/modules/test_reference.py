@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from helpers import HandMadeDataModule, Step, StepRecorder, length_reward, make_samples, make_trainer, tiny_llama, with_policy_log_probs
+from hand_made import HandMadeDataModule, Step, make_samples, with_policy_log_probs
+from helpers import StepRecorder, length_reward, make_trainer, tiny_llama
 
 from lightning_rlbatch.data import BatchingOptions
 from lightning_rlbatch.modules import PPOModule

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ScriptedPPO, ToyTokenizer, make_trainer, prompts, tiny_llama, varied_reward
+from hand_made import ScriptedPPO, prompts, varied_reward
+from helpers import ToyTokenizer, make_trainer, tiny_llama
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from lightning_rlbatch.data import RolloutDataModule

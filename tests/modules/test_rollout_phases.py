@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import ScriptedEngine, ScriptedPPO, ToyTokenizer, make_trainer, prompts, tiny_llama, varied_reward
+from hand_made import ScriptedEngine, ScriptedPPO, prompts, varied_reward
+from helpers import ToyTokenizer, make_trainer, tiny_llama
 from transformers import LlamaForCausalLM
 
 from lightning_rlbatch.data import RolloutDataModule

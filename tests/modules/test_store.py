@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import deal, make_samples
+from hand_made import deal, make_samples
 
 from lightning_rlbatch.data import BatchingOptions, MiniBatch
 from lightning_rlbatch.data.store import SAMPLE_ID

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import ScriptedPPO, ToyTokenizer, make_trainer, prompts, tiny_llama
+from hand_made import ScriptedPPO, prompts
+from helpers import ToyTokenizer, make_trainer, tiny_llama
 
 from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.functional.majority import majority_reward

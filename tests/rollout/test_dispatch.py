@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ScriptedEngine, ScriptedPPO, ToyTokenizer, make_trainer, plain_log_probs, prompts, tiny_llama, varied_reward
+from hand_made import ScriptedEngine, ScriptedPPO, plain_log_probs, prompts, varied_reward
+from helpers import ToyTokenizer, make_trainer, tiny_llama
 from torch.distributed.tensor import DTensor
 
 from lightning_rlbatch.callbacks import RolloutCallback, RolloutRecorder

@@ -9,7 +9,8 @@ import pytest
 import torch
 import vllm_stand_in
 import yaml
-from helpers import ScriptedEngine, ToyTokenizer, make_trainer, prompts, varied_reward
+from hand_made import ScriptedEngine, prompts, varied_reward
+from helpers import ToyTokenizer, make_trainer
 from rollout_toys import mixed_requests, quick_collections, toy_llama
 
 from lightning_rlbatch import PPOModule, RolloutDataModule, rollout

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 import vllm_stand_in
-from helpers import ToyTokenizer, make_trainer, prompts, varied_reward
+from hand_made import prompts, varied_reward
+from helpers import ToyTokenizer, make_trainer
 from rollout_toys import mixed_requests, reference_log_probs, toy_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

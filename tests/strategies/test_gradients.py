@@ -2,21 +2,16 @@
 
 import pytest
 import torch
+from hand_made import ConstantLossModule, HandMadeDataModule, Scale, Step, make_samples, with_policy_log_probs
 from helpers import (
-    ConstantLossModule,
-    HandMadeDataModule,
-    Scale,
-    Step,
     StepRecorder,
     length_reward,
-    make_samples,
     make_trainer,
     relative_difference,
     sgd,
     tiny_llama,
     whole,
     whole_parameters,
-    with_policy_log_probs,
 )
 from torch.distributed.fsdp import FSDPModule, fully_shard
 

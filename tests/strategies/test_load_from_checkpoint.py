@@ -12,7 +12,8 @@ from lightning_rlbatch.functional import GAE, PPOClip
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules import PPOModule, SFTModule
 from lightning_rlbatch.testing import run_distributed
-from tests.helpers import length_reward, make_samples, tiny_llama
+from tests.hand_made import make_samples
+from tests.helpers import length_reward, tiny_llama
 from tests.strategies.runs import rollouts, run, sft, sft_data
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)

@@ -22,7 +22,8 @@ from lightning_rlbatch.strategies import RLBatchFSDPStrategy, fsdp
 from lightning_rlbatch.strategies.materialize import Materializer
 from lightning_rlbatch.strategies.sharding import ShardingOptions, shard
 from lightning_rlbatch.testing import run_distributed
-from tests.helpers import make_samples, make_trainer, tiny_llama, whole, whole_parameters
+from tests.hand_made import make_samples
+from tests.helpers import make_trainer, tiny_llama, whole, whole_parameters
 from tests.strategies.runs import ppo, rollouts, sft, sft_data
 
 
