@@ -214,8 +214,12 @@ def ratio_metrics(delta: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
         tensor([1.])
     """
     delta = delta.detach()
-    ratio = delta.exp()
-    return {"ratio": sanitize(ratio, response_mask), "approx_kl": ratio - 1 - delta, "approx_kl_k1": -delta}
+    # r - 1 - log r of ratios near 1 has no digit left if the 1 is subtracted after rounding.
+    return {
+        "ratio": sanitize(delta.exp(), response_mask),
+        "approx_kl": (torch.expm1(delta) - delta).clamp(min=0),
+        "approx_kl_k1": -delta,
+    }
 
 
 def clip_metrics(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> dict[str, Tensor]:

@@ -66,8 +66,8 @@ class TokenScorer(nn.Module):
         positions: Finds what is scored; ``positions.prepare(micro_batches)`` spares each forward a read from the device.
 
     Raises:
-        ValueError: Sequence parallelism together with padding, a model that packed attention cannot run exactly, or one whose own attention
-            leaves out its soft cap.
+        ValueError: Sequence parallelism together with padding, a model that packed attention cannot run exactly, one whose own attention
+            leaves out its soft cap, or one whose configuration asks for router losses.
         RuntimeError: The model is attached already, or failed the probe; its logits are not a multiple of its LM head's output.
 
     Example:
@@ -99,6 +99,7 @@ class TokenScorer(nn.Module):
                 "Set remove_padding=True, or sequence_parallel_size=1."
             )
         check_head_memory(head_memory_mib)
+        _check_router_losses(model)
         self.model = model
         self.sp_group = sp_group
         self.positions = ScoredPositions(sp_group)
@@ -254,3 +255,11 @@ class TokenScorer(nn.Module):
         local = column.new_zeros(scored.shape[0]).index_copy(0, sources, torch.where(scored[sources], column, 0.0))
         everywhere = gather_sequence(local, self.sp_group, num_tokens)
         return torch.cat([everywhere.new_zeros(1), everywhere[:-1]])
+
+
+def _check_router_losses(model: PreTrainedModel) -> None:
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"The configuration of {type(model).__name__} asks for router losses (output_router_logits=True). They are no sums over tokens,"
+            " so they would depend on how a mini-batch is cut, and are not computed here. Set output_router_logits=False."
+        )

@@ -19,7 +19,7 @@ from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory,
 from lightning_rlbatch.modules.collection import VALIDATION_STREAM, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource
-from lightning_rlbatch.modules.ppo_checks import check_ppo_options
+from lightning_rlbatch.modules.ppo_checks import check_ppo_options, chosen_policy_loss
 from lightning_rlbatch.modules.ppo_collection import PPOCollection
 from lightning_rlbatch.modules.prediction import generate_completions
 from lightning_rlbatch.modules.rewards import AnswerFunction, RewardFunction, call_answers, reward_names
@@ -45,7 +45,7 @@ class PPOModule(PPOCollection):
             ``reward_functions`` may be empty.
         reward_model_weight: Its weight.
         advantage: Estimator of advantages; :class:`GAE` needs a ``critic``.
-        policy_loss: Per-token loss of the policy.
+        policy_loss: Per-token loss of the policy. A subclass may define a method of this name instead, see :class:`FunctionLoss`.
         loss_aggregation: How token terms become a loss; see ``aggregate``.
         loss_norm_constant: Divisor of ``seq-mean-token-sum-norm``, for example the largest response length.
         entropy_coefficient: Weight of the entropy bonus.
@@ -137,7 +137,7 @@ class PPOModule(PPOCollection):
         self.reward_model_source = reward_model
         self.reward_model_weight = reward_model_weight
         self.advantage = advantage
-        self.policy_loss = policy_loss
+        self.policy_loss = chosen_policy_loss(self, policy_loss)
         self.loss_aggregation = loss_aggregation
         self.loss_norm_constant = loss_norm_constant
         self.entropy_coefficient = entropy_coefficient

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from lightning_rlbatch.functional import FunctionLoss, PolicyLoss, PPOClip
 from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
 from lightning_rlbatch.functional.kl import KL_KINDS, needs_logits
 from lightning_rlbatch.models.scoring import check_head_memory
@@ -28,6 +29,27 @@ def check_ppo_options(module: "PPOModule") -> None:
     _check_critic(module)
     _check_rollouts(module)
     check_head_memory(module.head_memory_mib)
+
+
+def chosen_policy_loss(module: "PPOModule", given: PolicyLoss) -> PolicyLoss:
+    """Return the loss of the policy: the one given, or the method of a subclass.
+
+    Args:
+        module: The module that is made.
+        given: Its argument ``policy_loss``.
+
+    Raises:
+        ValueError: Both.
+        TypeError: A function in place of a :class:`PolicyLoss`.
+    """
+    if hasattr(type(module), "policy_loss"):
+        if given != PPOClip():
+            raise ValueError(f"{type(module).__name__} defines policy_loss itself, so that policy_loss={given} would have no effect.")
+        own = module.policy_loss
+        return own if isinstance(own, PolicyLoss) else FunctionLoss(own)
+    if not isinstance(given, PolicyLoss):
+        raise TypeError(f"policy_loss must be a PolicyLoss such as PPOClip() but is {given!r}. Wrap a function: FunctionLoss(my_loss).")
+    return given
 
 
 def _check_rewards(module: "PPOModule") -> None:

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from lightning_rlbatch.callbacks.rollout_hooks import Rollouts, call_on_rollout_end, call_on_rollout_start
-from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.data.batching import BatchingOptions, options_for
 from lightning_rlbatch.data.chat import Conversation
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore
@@ -46,26 +46,32 @@ class PPOCollection(PPORoles):
     _collection_metrics: dict[str, float]
 
     def collect_rollouts(
-        self, prompts: PromptBatch, iteration: int, mini_batches: Sequence[Sequence[int]], options: BatchingOptions
+        self,
+        prompts: PromptBatch,
+        iteration: int,
+        mini_batches: Sequence[Sequence[int]] | None = None,
+        options: BatchingOptions | None = None,
     ) -> RolloutStore:
         """Sample, reward, exchange and score the rollouts of one iteration; collective over all ranks.
 
         Args:
             prompts: Prompts of the iteration, the same on every rank.
             iteration: Number of the iteration, for the random numbers.
-            mini_batches: Prompt indices of each mini-batch of the first epoch.
-            options: How samples are cut.
+            mini_batches: Prompt indices of each mini-batch of the first epoch: they decide which rank gets a rollout. None: all are one.
+            options: How samples are cut; None: as the run's data module says.
 
         Returns:
             This rank's rollouts with old log-probs and advantages.
         """
+        mini_batches = [list(range(len(prompts)))] if mini_batches is None else mini_batches
+        cut = self._batching() if options is None else options
         coefficient = self.kl_reward_coefficient
 
         def collect() -> RolloutStore:
             self.kl_reward_coefficient = coefficient  # of the first try; a stop throws away what was collected
             call_on_rollout_start(self.trainer, self, prompts, iteration)
             collector = RolloutCollector(self, prompts, iteration)
-            store, self._collection_metrics = collector.run(mini_batches, options)
+            store, self._collection_metrics = collector.run(mini_batches, cut)
             if self.kl_reward is not None:
                 self._steer_kl(self.kl_reward, num_samples=len(store.table))
             call_on_rollout_end(self.trainer, self, Rollouts(store, collector.prompts, iteration))
@@ -76,6 +82,12 @@ class PPOCollection(PPORoles):
         except BaseException:
             self.kl_reward_coefficient = coefficient
             raise
+
+    def _batching(self) -> BatchingOptions:
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(getattr(data, "options", None), BatchingOptions):
+            raise TypeError("collect_rollouts needs options, a BatchingOptions: this run has no data module that says how samples are cut.")
+        return options_for(self, cast(Any, data).options)
 
     def _steer_kl(self, controller: KLController, *, num_samples: int) -> None:
         coefficient, kl = self.kl_reward_coefficient, self._collection_metrics["kl/reward"]

@@ -393,6 +393,15 @@ def test_a_bad_setting_is_an_error_that_names_it(call, message):
 # -- KL ------------------------------------------------------------------------------------------------------------------------
 
 
+def test_the_kl_of_a_small_update_keeps_its_digits_in_single_precision():
+    delta = torch.tensor([0.0, 1e-6, -3e-5, 2e-4, -0.1])
+    found = ppo_clip_loss(delta - 1, torch.full((5,), -1.0), torch.ones(5), torch.ones(5, dtype=torch.bool)).metrics["approx_kl"]
+    moved = (delta - 1).double() + 1
+    exact = torch.expm1(moved) - moved
+    assert ((found - exact).abs() <= 1.2e-7 * moved.abs()).all()  # of the ratio's distance from 1, not of the ratio
+    assert (found >= 0).all()
+
+
 def test_k1_and_k3_are_unbiased_and_straight_through_k3_has_the_gradient_of_the_divergence():
     """Expectations over a vocabulary of 5, in closed form: every token weighted with its probability."""
     generator = torch.Generator().manual_seed(0)

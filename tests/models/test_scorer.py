@@ -170,6 +170,9 @@ def test_what_cannot_be_done_is_refused_with_the_way_out() -> None:
     capped.config._attn_implementation = "sdpa"  # what transformers before 5.21 lets a model have
     with pytest.raises(ValueError, match=r"attn_logit_softcapping=50.*'sdpa'.*attn_implementation to 'eager'"):
         TokenScorer(capped, remove_padding=False)
+    routed = noisy_model("Mixtral", num_local_experts=4, output_router_logits=True)
+    with pytest.raises(ValueError, match=r"router losses \(output_router_logits=True\).*Set output_router_logits=False"):
+        TokenScorer(routed)
     with pytest.raises(TypeError, match=r"0\.7 would become 0\.699219"):
         scorer(batch, temperature=torch.ones(5, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"each of 5 samples.*\(3,\)"):

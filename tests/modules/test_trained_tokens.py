@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import ScriptedEngine, ScriptedPPO, StepRecorder, ToyTokenizer, make_trainer, prompts, sgd, tiny_llama, varied_reward
+from hand_made import ScriptedEngine, ScriptedPPO, prompts, varied_reward
+from helpers import StepRecorder, ToyTokenizer, make_trainer, sgd, tiny_llama
 
 from lightning_rlbatch.data import RolloutDataModule
-from lightning_rlbatch.functional import GAE, GDPO, GRPO, OPO, OTB, FixedKL, FunctionLoss, ReMax, group_advantages, opo_advantages
+from lightning_rlbatch.functional import GAE, GDPO, GRPO, GSPO, OPO, OTB, FixedKL, FunctionLoss, ReMax, group_advantages, opo_advantages
 from lightning_rlbatch.functional.segments import segment_sum
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.modules.correction import RolloutCorrection
@@ -44,9 +45,25 @@ class Recorded(ScriptedPPO):
         return passes | {name: score for name, score in made_up.items() if name in passes}
 
 
+class WithMethod(Recorded):
+    """Has a loss of its own, as a method; collects again with as little as it can say."""
+
+    def policy_loss(self, log_probs, old_log_probs, advantages):
+        return mine(log_probs, old_log_probs, advantages)
+
+    def collect_rollouts(self, prompts, iteration, *others):
+        assert others
+        return super().collect_rollouts(prompts, iteration)
+
+
+def mine(log_probs, old_log_probs, advantages):
+    return -advantages * log_probs
+
+
 def collect(**options):
     """Return samples, metrics of the first update and the number of forward passes of one iteration of 6 prompts x 2 rollouts."""
-    module = Recorded(tiny_llama, [options.pop("reward", varied_reward)], **{"optimizer": sgd, **options})
+    made = options.pop("made", Recorded)
+    module = made(tiny_llama, [options.pop("reward", varied_reward)], **{"optimizer": sgd, **options})
     sizes = {"train_batch_size": 6, "mini_batch_size": 6, "rollouts_per_prompt": 2, "max_prompt_length": 1, "max_response_length": 7}
     data = RolloutDataModule(tokenizer=ToyTokenizer(), train_prompts=lambda: prompts("gabgcd"), max_tokens_per_rank=200, **sizes)
     recorder = StepRecorder()
@@ -59,16 +76,13 @@ def no_greedy_verdict(prompts, completion_ids):
     return [None if set(ids) == {3} and prompt in ("c", "d") else float(sum(ids) % 7) for prompt, ids in zip(prompts, completion_ids)]
 
 
-def mine(log_probs, old_log_probs, advantages):
-    return -advantages * log_probs
-
-
 RUNS = {
     "plain": {},
     "values": {"critic": "shared", "advantage": GAE()},
     "squares": {"advantage": OTB()},
     "squares and values": {"critic": "shared", "advantage": OTB()},
     "own loss": {"policy_loss": FunctionLoss(mine)},
+    "own method": {"made": WithMethod},
     "remax": {"advantage": ReMax(), "reward": no_greedy_verdict},
     "truncated": {"advantage": GRPO(), "kl_reward": FixedKL(0.5), "drop_truncated": True},
     "correction": {"advantage": GRPO(), "rollout_correction": RolloutCorrection(mode="mask", upper=0.02)},
@@ -106,6 +120,16 @@ def test_every_loss_reports_the_ratio_one_of_a_users_own_too(runs):
     for name in RUNS:
         assert runs[name][2]["train/ratio"] == pytest.approx(1.0, abs=1e-5), name
         assert abs(runs[name][2]["train/approx_kl"]) < 1e-5, name
+
+
+def test_a_loss_may_be_a_method_and_rollouts_may_be_collected_without_saying_how_they_are_cut(runs):
+    samples, _, metrics, _ = runs["own method"]
+    assert torch.equal(samples["input_ids"], runs["own loss"][0]["input_ids"])
+    assert metrics["train/policy_loss"] == pytest.approx(runs["own loss"][2]["train/policy_loss"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"WithMethod defines policy_loss itself, so that policy_loss=GSPO.* would have no effect"):
+        WithMethod(tiny_llama, [varied_reward], policy_loss=GSPO())
+    with pytest.raises(TypeError, match=r"Wrap a function: FunctionLoss\(my_loss\)"):
+        PPOModule(tiny_llama, [varied_reward], policy_loss=mine)
 
 
 def test_rollouts_without_a_baseline_are_not_trained_on(runs):
