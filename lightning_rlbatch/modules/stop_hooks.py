@@ -7,11 +7,12 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_rlbatch.modules.swallowed_stops import require_whole_epoch, require_whole_fit, require_whole_validation
 from lightning_rlbatch.strategies.stopping import Result, StopAgreement
 
 
 class StopsTogether(pl.LightningModule):
-    """Stops all ranks after the same step, or in the same collection, whichever of them is told to stop.
+    """Stops all ranks after the same step, or in the same collection, whichever of them is told to stop; and never by mistake.
 
     A subclass that overrides one of the hooks calls it.
     """
@@ -24,6 +25,7 @@ class StopsTogether(pl.LightningModule):
 
     @override
     def on_train_end(self) -> None:
+        require_whole_fit(self.trainer)
         self._stops = None
 
     @override
@@ -32,6 +34,7 @@ class StopsTogether(pl.LightningModule):
 
     @override
     def on_train_epoch_end(self) -> None:
+        require_whole_epoch(self.trainer)
         # The progress bar of rank zero has just shown, and so reduced, what was logged with `on_epoch` and `sync_dist`; the other
         # ranks would do so after this hook only. Every collective in between would meet that reduction: let them do it now.
         _ = self.trainer.callback_metrics
@@ -39,6 +42,7 @@ class StopsTogether(pl.LightningModule):
 
     @override
     def on_validation_end(self) -> None:
+        require_whole_validation(self.trainer)
         self._stop_together()
 
     def _stop_together(self) -> None:

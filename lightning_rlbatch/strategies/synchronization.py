@@ -1,15 +1,17 @@
-"""Reduce gradients once per optimizer step, or after every micro-batch."""
+"""Steps under the strategy: gradients reduced once per optimizer step or after every micro-batch, errors that end no loop silently."""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_rlbatch.distributed.failure import end_of_data_is_an_error
 from lightning_rlbatch.functional.gradient_sync import GradientSync, reduces_once
 from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
 from lightning_rlbatch.strategies.sharding import reduces_unused_parameters, require_same_gradients, shardable_roots
@@ -71,3 +73,25 @@ class SynchronizingStrategy(CheckpointingStrategy):
             assert self.model is not None
             require_same_gradients(self.model, self._world_group)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # -- steps of a module's own: Lightning's loops take a StopIteration for the end of the data ----------------------------------------
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("validation_step", super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("test_step", super().test_step, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("predict_step", super().predict_step, args, kwargs)
+
+    def _step(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except StopIteration as error:
+            if is_param_in_hook_signature(getattr(self.lightning_module, name), "dataloader_iter", explicit=True):
+                raise  # it reads the data itself
+            raise end_of_data_is_an_error(error, f"{name} of {type(self.lightning_module).__name__}") from error
