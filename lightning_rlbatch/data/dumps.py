@@ -33,7 +33,7 @@ class RolloutDump:
     (``prompt``, ``completion``, a column per reward function, ``step``), and the files of :class:`RolloutLogger`. Rows of one
     ``iteration`` or ``step`` are an iteration; without such a column each file is one. Rows with the same ``group_id`` or ``uid``, or
     without those the same prompt, are a group; groups may differ in size. A missing reward (null) leaves its rollout out of training.
-    A last line that breaks off, as a trainer leaves it that was ended, is left out with a warning.
+    A last line that breaks off, as a trainer leaves it that was ended, is left out with a warning, and so are completions without tokens.
 
     Prompts may be messages, for the tokenizer's chat template, and completions the one message of the assistant. Text is tokenized
     again, so token boundaries may differ from the sampled ones, and special tokens that a dump left out are lost (verl leaves out those
@@ -62,14 +62,21 @@ class RolloutDump:
             raise ValueError("append_eos needs a tokenizer with eos_token_id but it is None. Pass append_eos=False.")
         self._paths: dict[int, list[Path]] = {}
         self._group_sizes: dict[int, dict[str, int]] = {}
+        num_rows = num_empty = 0
         for number, file in enumerate(dump_files(self.path)):
             for place, row in rows_of_file(file, on_cut=rank_zero_warn):
                 self._check(row, place)
+                num_rows += 1
+                if self._is_empty(row, place):
+                    num_empty += 1
+                    continue
                 iteration = iteration_of(row, number, place)
                 if file not in (paths := self._paths.setdefault(iteration, [])):
                     paths.append(file)
                 sizes = self._group_sizes.setdefault(iteration, {})
                 sizes[group_of(row)] = sizes.get(group_of(row), 0) + 1
+        if num_empty:
+            rank_zero_warn(f"{num_empty} of {num_rows} rows of {self.path} are left out: a completion without tokens teaches nothing.")
         if not self._paths:
             raise ValueError(f"{self.path} has no rollouts. Expected one row per rollout, with prompt, completion and reward.")
         self.iterations = sorted(self._paths)
@@ -106,7 +113,7 @@ class RolloutDump:
             (place, row)
             for file in self._paths[iteration]
             for place, row in rows_of_file(file, on_cut=_said_before)
-            if iteration_of(row, files.index(file), place) == iteration
+            if iteration_of(row, files.index(file), place) == iteration and not self._is_empty(row, place)
         ]
         size = self.rollouts_per_prompt(iteration)
         first_id = {group: index * size for index, group in enumerate(self._group_sizes[iteration])}
@@ -135,6 +142,11 @@ class RolloutDump:
             wanted = " or ".join(REWARD_KEYS) if self._reward_columns is None else " and ".join(self._reward_columns)
             raise ValueError(f"{place}: no reward under {wanted}; keys: {sorted(row)}. Name the columns in reward_columns.")
         self._rewards(row, place)
+
+    def _is_empty(self, row: Mapping[str, Any], place: str) -> bool:
+        """Return whether a row's completion has no tokens, as far as that shows without the tokenizer."""
+        ids = _ids_in(row, "completion", place)
+        return not (self._append_eos or completion_text(_first(row, COMPLETION_KEYS, "completion"))) if ids is None else not ids
 
     def _rewards_in(self, row: Mapping[str, Any]) -> list[str]:
         if self._reward_columns is not None:

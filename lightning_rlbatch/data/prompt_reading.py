@@ -14,7 +14,7 @@ from lightning_rlbatch.rollout.row_files import rows_of_file
 
 PromptSource: TypeAlias = str | list[str] | Callable[[], Any] | Sequence[Mapping[str, Any]]
 """Rows with a ``prompt`` column: the path of a JSONL or Parquet file, several such paths, a function that returns rows or its import
-path, a ``datasets`` object, or any sequence of rows."""
+path, a ``datasets`` object, a pandas or polars ``DataFrame``, or any sequence of rows."""
 
 TokenizerSource: TypeAlias = str | Callable[[], Any] | Any
 """The folder or hub name of a transformers tokenizer, a class or function that makes a tokenizer, its import path, or the tokenizer."""
@@ -148,6 +148,8 @@ def _rows(source: Any, name: str) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(source, Mapping):
         raise TypeError(f"{name} holds several splits, {', '.join(map(repr, list(source)[:5]))}. Pass one of them.")
+    if hasattr(source, "columns") and hasattr(source, "to_dict"):  # a DataFrame, which iterates over its columns
+        source = source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")  # polars, pandas
     if not isinstance(source, Iterable):
         raise TypeError(f"{name} must be a file, a function or rows, but is of type {type(source).__name__}.")
     rows = list(source)

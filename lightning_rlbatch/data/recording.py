@@ -172,15 +172,16 @@ class RecordedRollouts:
         self.num_prompts = max(parts[0][0].header.num_prompts for parts in self._files.values() if parts)
 
     def _folders(self) -> list[tuple[int, int]]:
-        names = sorted(path.name for path in self.dirpath.iterdir() if path.is_dir()) if self.dirpath.is_dir() else []
-        matches = [match for match in map(FOLDER_NAME.fullmatch, names) if match]
-        if not matches:
-            found = f"it holds {', '.join(names[:5])}" if names else "it is empty" if self.dirpath.is_dir() else "there is no such folder"
-            raise ValueError(
-                f"No recorded rollouts in {self.dirpath}: expected folders such as {folder_name(0)}, but {found}."
-                " Record some with the callback RolloutRecorder; folders that end in .incomplete were not finished."
-            )
-        return sorted((int(match[1]), int(match[2] or 0)) for match in matches)
+        entries = sorted(self.dirpath.iterdir()) if self.dirpath.is_dir() else []
+        matches = [match for match in (FOLDER_NAME.fullmatch(path.name) for path in entries if path.is_dir()) if match]
+        if matches:
+            return sorted((int(match[1]), int(match[2] or 0)) for match in matches)
+        held = f"it holds {', '.join(path.name for path in entries[:5])}" if entries else "it is empty"
+        found = held if self.dirpath.is_dir() else "it is a file" if self.dirpath.is_file() else "there is no such folder"
+        advice = " Record some with the callback RolloutRecorder; folders that end in .incomplete were not finished."
+        if any(path.suffix in (".jsonl", ".parquet") for path in (self.dirpath, *self.dirpath.rglob("*"))):
+            advice = " Dumps of text need the policy's tokenizer: ReplayDataModule(..., tokenizer=...)."
+        raise ValueError(f"No recorded rollouts in {self.dirpath}: expected folders such as {folder_name(0)}, but {found}.{advice}")
 
     def seed(self, iteration: int) -> int:
         """Return the seed of the run that was recorded."""

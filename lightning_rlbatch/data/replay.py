@@ -15,6 +15,7 @@ from lightning_rlbatch.data.iteration_loader import IterationLoader, Position, o
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.prompt_reading import TokenizerSource, load_tokenizer
 from lightning_rlbatch.data.recording import RecordedRollouts, gather_recorded_table
+from lightning_rlbatch.data.sources import NoValidation
 from lightning_rlbatch.data.store import RolloutStore
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
@@ -162,6 +163,8 @@ class ReplayDataModule(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        if stage == "validate":
+            raise ValueError("Recorded rollouts are no prompts to validate on. Validate with the val_prompts of a RolloutDataModule.")
         if self._source is not None:
             return
         group = meshes_of(trainer_of(self)).world_group
@@ -197,6 +200,10 @@ class ReplayDataModule(pl.LightningDataModule):
             for iteration in self.source.iterations:
                 self._check_fields(module, self.source.schema(iteration), iteration)
         return ReplayLoader(self, module, options, meshes_of(trainer))
+
+    @override
+    def val_dataloader(self) -> NoValidation:
+        return NoValidation()
 
     def _check_fields(self, module: "pl.LightningModule", schema: Schema, iteration: int) -> None:
         needed = ["old_log_probs", "advantages"]

@@ -121,6 +121,27 @@ def test_lines_may_hold_characters_that_python_takes_for_line_ends(tmp_path):
     assert read_rows(write_jsonl(tmp_path / "rows.jsonl", rows), "train_prompts") == rows
 
 
+def test_data_frames_are_read_by_rows():
+    class Pandas:
+        columns = ("prompt", "answer")
+
+        def __iter__(self):
+            return iter(self.columns)
+
+        def to_dict(self, orient):
+            return {"records": ROWS}[orient]
+
+    class Polars(Pandas):
+        def to_dict(self):
+            return {"prompt": []}
+
+        def to_dicts(self):
+            return ROWS
+
+    for frame in (Pandas(), Polars()):
+        assert read_rows(frame, "train_prompts") == ROWS
+
+
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [

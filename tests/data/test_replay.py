@@ -1,5 +1,4 @@
 import json
-import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_rlbatch.callbacks.recorder import RolloutRecorder
 from lightning_rlbatch.callbacks.rollout_logger import RolloutLogger
 from lightning_rlbatch.data.dumps import RolloutDump
-from lightning_rlbatch.data.recording import gather_recorded_table
+from lightning_rlbatch.data.recording import RecordedRollouts, gather_recorded_table
 from lightning_rlbatch.data.replay import ReplayDataModule
 from lightning_rlbatch.data.rollout import RolloutDataModule
 from lightning_rlbatch.distributed.mesh import single_process_meshes
@@ -99,10 +98,7 @@ def fit(
         callbacks=[losses, *callbacks],
         **(trainer_options or {}),
     )
-    with warnings.catch_warnings():
-        # Recorded rollouts have no prompts to validate on, and Lightning says so.
-        warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
-        trainer.fit(module(**options), datamodule=data, ckpt_path=resume)
+    trainer.fit(module(**options), datamodule=data, ckpt_path=resume)
     return losses.steps
 
 
@@ -257,6 +253,15 @@ def test_a_mini_batch_larger_than_the_recorded_iteration_is_an_error(recording):
         replay(folder, 2, {"mini_batch_size": 5})
 
 
+def test_dumps_of_text_without_a_tokenizer_are_told_apart_from_recordings(tmp_path):
+    write_lines(tmp_path / "1.jsonl", verl_rows(1))
+    for path in (tmp_path, tmp_path / "1.jsonl"):
+        with pytest.raises(ValueError, match=r"expected folders such as iteration_000000, but it .*Dumps of text need .*tokenizer"):
+            RecordedRollouts(path)
+    with pytest.raises(ValueError, match="Recorded rollouts are no prompts to validate on"):
+        replay_data(tmp_path).setup("validate")
+
+
 def test_ids_that_occur_twice_are_an_error():
     samples = PackedBatch.from_samples([{"input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0, "sample_id": 3}] * 2)
     with pytest.raises(ValueError, match="different ids from 0 to 7"):
@@ -403,6 +408,16 @@ def test_bad_lines_are_errors_that_name_file_and_line(tmp_path, line, message):
     (tmp_path / "0.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=message):
         RolloutDump(tmp_path, Letters())
+
+
+def test_completions_without_tokens_are_left_out_and_counted(tmp_path):
+    rows = [{"prompt": "a", "completion": text, "reward": 1} for text in ("b", "", "cd")]
+    write_lines(tmp_path / "0.jsonl", [*rows, {**rows[0], "completion_ids": []}])
+    with pytest.warns(UserWarning, match="2 of 4 rows of .* are left out: a completion without tokens teaches nothing"):
+        dump = RolloutDump(tmp_path, Letters(), append_eos=False)
+    assert [ids.tolist() for ids in dump.read(0, 0, 1).split_per_sample("input_ids")] == [[2, 3], [2, 4, 5]]
+    with pytest.warns(UserWarning, match="1 of 4 rows"):
+        assert RolloutDump(tmp_path, Letters()).rollouts_per_prompt(0) == 3
 
 
 def test_a_folder_without_dumps_is_an_error(tmp_path):
