@@ -13,6 +13,7 @@ from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.distributed.reductions import all_gather_rows
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.plan import BatchPlan
+from lightning_rlbatch.functional.segments import segment_sum
 
 SAMPLE_ID = "sample_id"
 
@@ -66,10 +67,9 @@ def describe_samples(samples: PackedBatch) -> Tensor:
     Args:
         samples: Per-sample field ``reward``, and ``truncated`` (False where it is missing).
     """
-    responses = [part.sum() for part in samples.split_per_sample("response_mask")]
     columns = (
         samples.lengths,
-        torch.stack(responses) if responses else torch.zeros(0),
+        segment_sum(samples["response_mask"], samples.cu_seqlens),
         samples["reward"],
         samples["truncated"] if "truncated" in samples else torch.zeros(samples.num_samples),
     )
