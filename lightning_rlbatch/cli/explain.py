@@ -10,9 +10,11 @@ from rich.text import Text
 from rich.tree import Tree
 
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
-from lightning_rlbatch.cli.digest import format_bytes, label, memory_line, options_in_effect, size_lines
+from lightning_rlbatch.cli.digest import label, layers, memory_line, options_in_effect, size_lines, summary
 from lightning_rlbatch.cli.explanation import Explanation, explain
-from lightning_rlbatch.cli.memory import build_facts
+from lightning_rlbatch.cli.memory import describe
+from lightning_rlbatch.cli.model_facts import build_facts
+from lightning_rlbatch.cli.numbers import binary_size
 from lightning_rlbatch.cli.pretrained_names import hub_is_offline
 from lightning_rlbatch.cli.run_config import run_config
 
@@ -65,7 +67,7 @@ def show(explanation: Explanation, console: Console, *, details: bool = False) -
     run = explanation.run
     ranks = f"{explanation.world_size} rank" + "s" * (explanation.world_size > 1)
     console.print(Text(f"{run.model.name or '?'} with {run.data.name or '?'} on {ranks}", style="bold"))
-    console.print(Text(explanation.summary))
+    console.print(Text(summary(explanation)))
     console.print()
     if explanation.refused:
         console.print(Text("This configuration would be refused.", style="bold red"))
@@ -79,7 +81,7 @@ def show(explanation: Explanation, console: Console, *, details: bool = False) -
         table.add_row("", "")
     for name, line in size_lines(explanation):
         table.add_row(Text(name, style="bold cyan"), Text(line))
-    if not explanation.sizes:
+    if explanation.sizes is None:
         table.add_row(Text("sizes", style="bold cyan"), Text("cannot be derived before what is refused is corrected"))
     table.add_row(Text("memory", style="bold cyan"), Text(memory_line(explanation)))
     table.add_row(Text("in effect", style=_COLOURS["in effect"]), Text(options_in_effect(explanation) or "no option of cutting is set"))
@@ -97,10 +99,11 @@ def show(explanation: Explanation, console: Console, *, details: bool = False) -
 
 
 def _layers(explanation: Explanation) -> Tree:
-    root = node = Tree("sizes" if explanation.sizes else "sizes: cannot be derived, see below")
-    for layer, numbers in explanation.sizes.items():
+    root = node = Tree("sizes" if explanation.sizes is not None else "sizes: cannot be derived, see below")
+    for layer, numbers in ({} if explanation.sizes is None else layers(explanation.sizes)).items():
         node = node.add(Text(layer, style="bold cyan"))
         table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
         for name, number in numbers.items():
             table.add_row(name, Text(number, style="bold"))
         node.add(table)
@@ -128,10 +131,10 @@ def _memory(explanation: Explanation) -> Table:
     )
     table.add_column("what")
     table.add_column("size", justify="right")
-    for name, size in memory.parts.items():
-        table.add_row(name, format_bytes(size))
-    bounded = memory.activations is not None
-    table.add_row(f"activations = {memory.activation_formula}", format_bytes(memory.activations or 0) if bounded else "not bounded")
+    for part in memory.parts:
+        table.add_row(describe(part), binary_size(part.size))
+    if not memory.bounded:
+        table.add_row("activations: the configuration does not bound the tokens of a micro-batch", "not bounded")
     table.add_section()
-    table.add_row("sum (without gathered parameters, key/value cache, communication buffers)", format_bytes(memory.total))
+    table.add_row("peak of an update on the device (without key/value cache and communication buffers)", binary_size(memory.total))
     return table

@@ -128,16 +128,26 @@ def _fields(module: str, node: ast.ClassDef) -> Iterator[tuple[str, Option]]:
 
 
 def _option(module: str, name: str, annotation: ast.expr | None, default: ast.expr | None) -> Option:
-    value: Any = REQUIRED
-    if default is not None:
-        try:
-            value = ast.literal_eval(default)
-        except ValueError:
-            value = UNKNOWN
+    value = REQUIRED if default is None else _value(module, default)
     text = "" if annotation is None else ast.unparse(annotation).strip("'\"")
     base = text.removesuffix(" | None")
     choices = literal_values(module, base) if base.isidentifier() else None
     return Option(name, value, text if choices is None else f"Literal[{', '.join(map(repr, choices))}]{text.removeprefix(base)}")
+
+
+def _value(module: str, expression: ast.expr) -> Any:
+    """Return the value of a literal, or of a constant that is one; ``UNKNOWN`` for anything else."""
+    try:
+        return ast.literal_eval(expression)
+    except ValueError:
+        pass
+    if not isinstance(expression, ast.Name):
+        return UNKNOWN
+    for node in getattr(_tree(module), "body", []):
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == expression.id for target in node.targets):
+            return _value(module, node.value)
+    target = _imports(module).get(expression.id)
+    return UNKNOWN if target is None or not target[1] or target[0] == module else _value(target[0], ast.Name(target[1]))
 
 
 def literal_values(module: str, name: str) -> tuple[Any, ...] | None:

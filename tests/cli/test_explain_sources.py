@@ -11,6 +11,7 @@ import pytest
 from configs import config, write
 
 from lightning_rlbatch.cli import main
+from lightning_rlbatch.cli.digest import layers
 from lightning_rlbatch.cli.explanation import explain
 from lightning_rlbatch.cli.run_config import run_config
 
@@ -137,8 +138,9 @@ def test_gpus_that_share_a_rollout_engine_are_in_the_sizes_and_must_divide_the_w
     sizes = {"train_batch_size": 128, "mini_batch_size": 32, "rollouts_per_prompt": 8}
     content = config(data=sizes, model={"rollout_tensor_parallel_size": 4}, strategy={"sequence_parallel_size": 2})
     content["model"]["class_path"] = "my_engines.Spanning"  # the default engine serves one GPU
-    rank = explain(run_config(content, world_size=16)).sizes["data-parallel rank"]
-    assert rank["rollouts of 4 GPUs that share an engine"] == "256"
+    sizes = explain(run_config(content, world_size=16)).sizes
+    assert sizes.rank.generated_per_engine == (256, 256)
+    assert layers(sizes)["data-parallel rank"]["rollouts of 4 GPUs that share an engine"] == "256"
     content["model"]["init_args"]["rollout_tensor_parallel_size"] = 3
     texts = [finding.text for finding in explain(run_config(content, world_size=16)).findings if finding.level == "refused"]
     assert texts == ["rollout_tensor_parallel_size=3 must divide the number of ranks, 16 (devices x num_nodes)."]
@@ -155,8 +157,9 @@ def test_a_policy_that_is_made_by_a_function_is_counted_when_asked_for(policy, m
     answer = json.loads(screen(monkeypatch, capsys, config(model={"policy": policy}), tmp_path, "--build", "--json"))
     memory = answer["memory"]
     assert (memory["num_parameters"], memory["counted"]) == (total, "model")
-    assert memory["parts"]["policy: AdamW states (fp32 x 2)"] == 8 * -(-(total - frozen) // 4)
-    assert memory["activations"] > 0
+    states = [part["size"] for part in memory["parts"] if (part["role"], part["what"]) == ("policy", "AdamW states")]
+    assert states == [8 * -(-(total - frozen) // 4)]
+    assert memory["update"] > 0
 
 
 def test_a_reader_that_goes_away_early_is_no_error(tmp_path):
