@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_rlbatch.callbacks.logger_outputs import log_picture
 from lightning_rlbatch.callbacks.pictures import batch_plan_picture, contiguous_plan, require_matplotlib
 from lightning_rlbatch.data.mini_batch import MiniBatch
 
@@ -16,7 +17,7 @@ class BalanceMonitor(Callback):
 
     The module logs the plan's own numbers (``balance/plan/...``). This callback adds what the same samples would have cost in contiguous
     blocks: ``balance/before/efficiency``, ``balance/before/num_micro_steps`` and ``balance/speedup`` (estimated time before / after of
-    the forwards and backwards). Pictures go to ``dirpath/step_000100.png`` and to loggers that take images (``log_image``). Rank zero
+    the forwards and backwards). Pictures go to ``dirpath/step_000100.png`` and to loggers that take images (W&B, TensorBoard). Rank zero
     alone draws, in about 0.3 s.
 
     Args:
@@ -65,6 +66,4 @@ class BalanceMonitor(Callback):
         title = f"step {step}: {plan.num_samples} samples, {int(plan.lengths.sum()):,} tokens on {plan.dp_size} data-parallel ranks"
         batch_plan_picture(plan, path, title=title)
         for logger in trainer.loggers:
-            log_image = getattr(logger, "log_image", None)
-            if log_image is not None:
-                log_image(key="balance/plan", images=[str(path)], step=step)
+            log_picture(logger, "balance/plan", path, step)

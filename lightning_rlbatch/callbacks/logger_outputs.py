@@ -1,8 +1,9 @@
-"""Hand a table and histograms to whatever experiment loggers take them."""
+"""Hand a table, histograms and pictures to whatever experiment loggers take them."""
 
 import importlib
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,25 @@ def log_histogram(logger: Any, key: str, values: Sequence[float], step: int) -> 
     add_histogram = getattr(getattr(logger, "experiment", None), "add_histogram", None)
     if add_histogram is not None:
         add_histogram(key, np.asarray(values, dtype=np.float64), step)
+
+
+def log_picture(logger: Any, key: str, path: Path, step: int) -> None:
+    """Log a picture to a logger that takes pictures; others get nothing.
+
+    Args:
+        logger: A Lightning logger: one with ``log_image`` (W&B), or one whose ``experiment`` has ``add_image`` (TensorBoard).
+        key: Name of the picture.
+        path: PNG file.
+        step: Optimizer step.
+    """
+    log_image = getattr(logger, "log_image", None)
+    if log_image is not None:
+        log_image(key=key, images=[str(path)], step=step)
+        return
+    add_image = getattr(getattr(logger, "experiment", None), "add_image", None)
+    if add_image is not None:
+        pixels = importlib.import_module("matplotlib.image").imread(path)[..., :3]  # has drawn it; [height, width, 3] in 0 to 1
+        add_image(key, pixels, step, dataformats="HWC")
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
