@@ -111,6 +111,32 @@ class BatchingOptions:
         """Whether the critic has a budget of its own."""
         return self.critic_max_tokens_per_rank is not None or self.critic_micro_batch_size is not None
 
+    def check_longest_sample(self, max_prompt_length: int, max_response_length: int, *, sp_size: int, has_reward_model: bool) -> None:
+        """Refuse budgets that a sample may exceed; whether one does would only show in the middle of training.
+
+        Args:
+            max_prompt_length: Most tokens of a prompt.
+            max_response_length: Most tokens of a response.
+            sp_size: Ranks that share a micro-batch.
+            has_reward_model: Whether forward-only passes read one more token, behind the response.
+
+        Raises:
+            ValueError: Names the budget and the lengths.
+        """
+        # Forward-only passes have the update's budget unless they have their own.
+        scored = "max_tokens_per_rank" if self.log_prob_max_tokens_per_rank is None else "log_prob_max_tokens_per_rank"
+        for name in ("max_tokens_per_rank", "log_prob_max_tokens_per_rank", "critic_max_tokens_per_rank"):
+            budget = getattr(self, name)
+            one_more = has_reward_model and name == scored
+            longest = max_prompt_length + max_response_length + one_more
+            if budget is not None and self.oversize == "error" and budget * sp_size < longest:
+                raise ValueError(
+                    f"A sample may have {longest} tokens (max_prompt_length={max_prompt_length} + max_response_length="
+                    f"{max_response_length}{' + 1 for the reward model' * one_more}) but a micro-batch holds {budget * sp_size}"
+                    f" ({name}={budget} x sequence_parallel_size={sp_size}). Raise the budget or sequence_parallel_size, lower the"
+                    " lengths, or set oversize='isolate'."
+                )
+
     def recut(self, lengths: Sequence[int], samples_per_rank: list[list[int]], meshes: Meshes, *, role: Role) -> BatchPlan:
         """Cut samples that already lie on their ranks, under the budget of another pass.
 

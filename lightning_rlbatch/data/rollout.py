@@ -163,20 +163,12 @@ class RolloutDataModule(pl.LightningDataModule):
     def _check_budget(self) -> None:
         strategy = self.trainer.strategy if self.trainer is not None else None
         module = self.trainer.lightning_module if self.trainer is not None else None
-        sp_size = getattr(strategy, "sequence_parallel_size", 1)
-        # A reward model reads one token behind the response; forward-only passes have the update's budget unless they have their own.
-        scored = "log_prob_max_tokens_per_rank" if self.options.log_prob_max_tokens_per_rank is not None else "max_tokens_per_rank"
-        for name in ("max_tokens_per_rank", "log_prob_max_tokens_per_rank", "critic_max_tokens_per_rank"):
-            budget = getattr(self.options, name)
-            one_more = name == scored and getattr(module, "reward_model_source", None) is not None
-            longest = self.max_prompt_length + self.max_response_length + one_more
-            if budget is not None and self.options.oversize == "error" and budget * sp_size < longest:
-                raise ValueError(
-                    f"A sample may have {longest} tokens (max_prompt_length={self.max_prompt_length} + max_response_length="
-                    f"{self.max_response_length}{' + 1 for the reward model' * one_more}) but a micro-batch holds {budget * sp_size}"
-                    f" ({name}={budget} x sequence_parallel_size={sp_size}). Raise the budget or sequence_parallel_size, lower the"
-                    " lengths, or set oversize='isolate'."
-                )
+        self.options.check_longest_sample(
+            self.max_prompt_length,
+            self.max_response_length,
+            sp_size=getattr(strategy, "sequence_parallel_size", 1),
+            has_reward_model=getattr(module, "reward_model_source", None) is not None,
+        )
 
     def _read(self, source: PromptSource, rollouts_per_prompt: int, name: str) -> PromptBatch:
         return read_prompts(
