@@ -20,6 +20,7 @@ from lightning_rlbatch.modules.progress import rollout_progress
 from lightning_rlbatch.modules.rewards import check_rewards
 from lightning_rlbatch.modules.turns import Response, ResponseSampler, texts
 from lightning_rlbatch.rollout.engine import Completion, SamplingParams, rollout_seed
+from lightning_rlbatch.rollout.engine_output import check_vocabulary
 
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo_collection import PPOCollection
@@ -170,7 +171,17 @@ class RolloutSampler:
         alone = module.interruptible() if module.rollout_group is None else nullcontext()
         with fail_together(self.group, "generation"), self._timed("generation"), progress as update, alone:
             sampler.sample(responses, update)
+            self._check_vocabulary(responses)
         return responses
+
+    def _check_vocabulary(self, responses: Sequence[Response]) -> None:
+        size: int | None = getattr(self.module.policy.model.get_input_embeddings(), "num_embeddings", None)
+        if size is None:
+            return
+        for response in responses:
+            prompt = self.prompts.prompts[response.prompt][:80]
+            check_vocabulary(self.prompts.prompt_ids[response.prompt], size, f"The prompt {prompt!r}")
+            check_vocabulary(response.token_ids, size, f"A response to {prompt!r}")
 
     def _rollouts(self, indices: Iterable[int], sampling: SamplingParams, stream: int) -> list[Rollout]:
         module, prompts = self.module, self.prompts

@@ -15,6 +15,7 @@ from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.mesh import Meshes
 from lightning_rlbatch.distributed.reductions import all_gather_lengths, group_rank, group_size
 from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutEngine, RolloutRequest, SamplingParams
+from lightning_rlbatch.rollout.engine_output import checked_completions
 
 _NO_LIMIT = -1
 
@@ -130,14 +131,15 @@ def generate_together(
         One completion for each of this rank's requests, in order.
 
     Raises:
+        TypeError: See :func:`checked_completions`, as for the following ones.
+        ValueError: A completion that is none.
         RuntimeError: The engine returned another number of completions than it got requests.
     """
     together, own = gather_requests(requests, group)
     shared = group_size(group) > 1
     with fail_together(group, "tensor-parallel generation"):
-        completions = engine.generate(together, sampling, on_progress=None if shared else on_progress)
-        if len(completions) != len(together):
-            raise RuntimeError(f"{type(engine).__name__} returned {len(completions)} completions for {len(together)} requests.")
+        returned = engine.generate(together, sampling, on_progress=None if shared else on_progress)
+        completions = checked_completions(engine, returned, len(together))
     kept = [completions[index] for index in own]
     if shared and on_progress is not None:
         on_progress(len(kept), sum(len(completion.token_ids) for completion in kept))

@@ -223,33 +223,40 @@ OUT_OF_RANGE = {
 }
 
 
+@pytest.fixture
+def policy(tmp_path):
+    """A folder that names an architecture: explain looks at what a policy's name stands for."""
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
 def explained(engine, **options):
     content = large_config(model={"rollout_engine": named(f"lightning_rlbatch.rollout.{engine[0]}", **engine[1]), **options})
     return content, [finding.text for finding in explain(run_config(content)).findings if finding.level == "refused"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_an_engine_cannot_do_is_refused_before_a_model_is_loaded_and_by_explain_in_the_same_words(name, request):
+def test_what_an_engine_cannot_do_is_refused_before_a_model_is_loaded_and_by_explain_in_the_same_words(name, policy, request):
     if name != "not installed":
         request.getfixturevalue("stand_in")
     engine, given, options, words = REFUSED[name]
+    options = {"policy": policy, **options}
     content, refused = explained((engine, given), **options)
-    arguments = {"policy": "some/model", **options, "reward_functions": [varied_reward]}
-    module = PPOModule(**arguments, rollout_engine=getattr(rollout, engine)(**given))
+    module = PPOModule(**options, reward_functions=[varied_reward], rollout_engine=getattr(rollout, engine)(**given))
     data = RolloutDataModule(**{**content["data"]["init_args"], "train_prompts": lambda: prompts("abc"), "tokenizer": ToyTokenizer()})
     trainer = make_trainer(1, "auto", max_epochs=1)
-    with pytest.raises(ValueError, match=words) as raised:  # some/model does not exist: it does not get that far
+    with pytest.raises(ValueError, match=words) as raised:  # the folder has no weights: it does not get that far
         trainer.fit(module, datamodule=data)
     assert refused == [str(raised.value)]
 
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
-def test_a_value_out_of_range_is_refused_when_it_is_given_and_by_explain(name, request):
+def test_a_value_out_of_range_is_refused_when_it_is_given_and_by_explain(name, policy, request):
     request.getfixturevalue("stand_in")
     engine, given, words = OUT_OF_RANGE[name]
     with pytest.raises(ValueError, match=words):
         getattr(rollout, engine)(**given)
-    assert [words in text for text in explained((engine, given))[1]] == [True]
+    assert [words in text for text in explained((engine, given), policy=policy)[1]] == [True]
 
 
 def test_an_engine_for_one_rank_is_refused_for_several_in_the_words_of_explain():
