@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.losses import MAX_LOG_RATIO
+from lightning_rlbatch.functional.losses import MAX_LOG_RATIO, absolute
 from lightning_rlbatch.functional.segments import sanitize
 
 KLKind = Literal["k1", "k2", "k3", "abs", "full", "k1+", "k2+", "k3+", "abs+", "full+"]
@@ -73,7 +73,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, 
     elif base == "k2":
         value = k2
     elif base == "abs":
-        value = d.abs()
+        value = absolute(d)
     else:
         bounded = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         value = (torch.expm1(-bounded) + bounded).clamp(max=MAX_K3)

@@ -198,6 +198,26 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, l
     return delta if limit is None else delta.clamp(-limit, limit)
 
 
+def absolute(delta: Tensor) -> Tensor:
+    """Return abs(delta) with gradient 0 where delta is 0 up to rounding, as it is in the first update of an iteration.
+
+    There the sign is noise: it depends on how a batch was cut. 0 is the gradient that abs has at 0 itself.
+
+    Args:
+        delta: ``[T]``, floating point, differentiable: difference of two log-probabilities.
+
+    Returns:
+        ``[T]``.
+
+    Example:
+        >>> delta = torch.tensor([0.5, 1e-6], requires_grad=True)
+        >>> torch.autograd.grad(absolute(delta).sum(), delta)
+        (tensor([1., 0.]),)
+    """
+    is_rounding = delta.abs() <= 1024 * torch.finfo(delta.dtype).eps
+    return torch.where(is_rounding, delta.detach(), delta).abs()
+
+
 def ratio_metrics(delta: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Return the metrics that every policy loss reports about its log-ratio.
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_rlbatch.functional.losses import LossTerms, log_ratio, ppo_clip_loss, ratio_metrics
+from lightning_rlbatch.functional.losses import LossTerms, absolute, log_ratio, ppo_clip_loss, ratio_metrics
 from lightning_rlbatch.functional.peers import ALONE, Peers
 from lightning_rlbatch.functional.segments import sanitize, segment_ids
 
@@ -80,7 +80,8 @@ def select_kl_cov(
 ) -> Tensor:
     """Choose the tokens of highest covariance: max(1, floor(fraction * num_tokens)) of the whole mini-batch.
 
-    Source: Cui et al., 2025 (KL-Cov). Ties are broken by ``keys``, so the choice does not depend on the layout.
+    Source: Cui et al., 2025 (KL-Cov). Ties are broken by ``keys``, so the choice does not depend on the layout; covariances within 1e-9 of
+    the largest count as tied, since what is equal on paper (all tokens of mean advantage) differs by rounding.
 
     Args:
         log_probs: ``[T]``, floating point: of the current policy, or the old ones (exact in the first mini-batch of an iteration).
@@ -102,7 +103,7 @@ def select_kl_cov(
         >>> select_kl_cov(x, -x, torch.ones(3, dtype=torch.bool), token_keys(torch.tensor([0]), torch.tensor([0, 3]), 3), num_tokens=3)
         tensor([False,  True, False])
     """
-    scores = token_covariance(log_probs, advantages, response_mask, peers=peers)
+    scores = _without_rounding(token_covariance(log_probs, advantages, response_mask, peers=peers), peers)
     return _select_top(scores, keys, response_mask, _quota(fraction, num_tokens), peers)
 
 
@@ -152,7 +153,7 @@ def select_clip_cov(
     """
     if not lower < upper:
         raise ValueError(f"Expected lower < upper but got lower={lower} and upper={upper}.")
-    covariance = token_covariance(log_probs, advantages, response_mask, peers=peers)
+    covariance = _without_rounding(token_covariance(log_probs, advantages, response_mask, peers=peers), peers)
     ppo = ppo_clip_loss(log_probs, old_log_probs, advantages, response_mask, clip_low=clip_low, clip_high=clip_high).metrics
     clipped = (ppo["clip_fraction_low"] + ppo["clip_fraction_high"]) > 0
     eligible = response_mask & ~clipped & (covariance > lower) & (covariance < upper)
@@ -204,7 +205,7 @@ def kl_cov_loss(
     *,
     coefficient: float = 1.0,
 ) -> LossTerms:
-    """Compute -A r, plus coefficient * abs(log r) at the selected tokens.
+    """Compute -A r, plus coefficient * abs(log r) at the selected tokens (see ``absolute`` on its gradient at r = 1).
 
     Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", 2025 (KL-Cov).
 
@@ -225,7 +226,7 @@ def kl_cov_loss(
         tensor([0.5000])
     """
     delta, advantages = log_ratio(log_probs, old_log_probs, response_mask), sanitize(advantages, response_mask)
-    penalty = torch.where(selected & response_mask, coefficient * delta.abs(), 0.0)
+    penalty = torch.where(selected & response_mask, coefficient * absolute(delta), 0.0)
     metrics = ratio_metrics(delta, response_mask) | {"selected_fraction": (selected & response_mask).to(delta.dtype)}
     return LossTerms(-advantages * delta.exp() + penalty, metrics)
 
@@ -234,6 +235,14 @@ def _quota(fraction: float, num_tokens: int) -> int:
     if not 0 < fraction <= 1:
         raise ValueError(f"Expected fraction to be in (0, 1] but got {fraction}.")
     return max(1, int(fraction * num_tokens))
+
+
+def _without_rounding(covariance: Tensor, peers: Peers) -> Tensor:
+    """Round to multiples of a power of 2, about 1e-9 of the largest of all ranks: what differs by less is equal."""
+    own = covariance.abs().max() if covariance.numel() else covariance.new_zeros(())
+    largest = peers.concat(own.reshape(1)).max()
+    step = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 30)
+    return (covariance / step).round() * step
 
 
 def _select_top(scores: Tensor, keys: Tensor, eligible: Tensor, count: int, peers: Peers) -> Tensor:

@@ -19,12 +19,15 @@ class RolloutCorrection:
         mode: ``truncate`` clips the weight, ``mask`` leaves out what lies outside the interval.
         upper: Largest weight.
         lower: Smallest weight.
+        normalize: True divides the weights by their mean over all tokens of the iteration that are left, on all ranks (self-normalized
+            importance sampling: Hesterberg, "Weighted Average Importance Sampling and Defensive Mixture Distributions", 1995).
     """
 
     level: Literal["token", "sequence", "sequence-mean"] = "token"
     mode: Literal["truncate", "mask"] = "truncate"
     upper: float = 2.0
     lower: float = 0.0
+    normalize: bool = False
 
     def __call__(self, log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> ImportanceCorrection:
         """Return weights, the mask that is left, and metrics."""

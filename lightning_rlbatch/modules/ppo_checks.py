@@ -1,11 +1,15 @@
 """Refuse contradictory options of the PPO module when it is made, before any model is loaded."""
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_rlbatch.functional import FunctionLoss, PolicyLoss, PPOClip
 from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
 from lightning_rlbatch.functional.kl import KL_KINDS, needs_logits
 from lightning_rlbatch.models.scoring import check_head_memory
+from lightning_rlbatch.rollout.engine import SamplingParams
 from lightning_rlbatch.rollout.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -29,6 +33,26 @@ def check_ppo_options(module: "PPOModule") -> None:
     _check_critic(module)
     _check_rollouts(module)
     check_head_memory(module.head_memory_mib)
+    _try_algorithms(module)
+
+
+def _try_algorithms(module: "PPOModule") -> None:
+    """Run our own algorithms on one token, so that a wrong setting is an error before rollouts are sampled."""
+    one, mask, bounds = torch.zeros(1), torch.ones(1, dtype=torch.bool), [0, 1]
+    loss, estimator = module.policy_loss, module.advantage
+    if _is_ours(loss) and not isinstance(loss, FunctionLoss):
+        selected = loss.select(one, one, one, mask, one.double(), num_tokens=1) if loss.needs_selection else None
+        loss(one, one, one, mask, bounds, selected=selected)
+    if _is_ours(estimator):
+        components = torch.zeros(1, len(module.reward_functions) + (module.reward_model_source is not None))
+        per_token: dict[str, Any] = {"values": one, "log_probs": one, "sum_pi_squared": one}
+        estimator([0.0], [0], mask, bounds, baseline_rewards=one, component_rewards=components, **per_token)
+    if module.rollout_correction is not None:
+        module.rollout_correction(one, one, mask, torch.tensor(bounds))
+
+
+def _is_ours(algorithm: object) -> bool:
+    return type(algorithm).__module__.startswith("lightning_rlbatch.")
 
 
 def chosen_policy_loss(module: "PPOModule", given: PolicyLoss) -> PolicyLoss:
@@ -60,6 +84,9 @@ def _check_rewards(module: "PPOModule") -> None:
         raise ValueError("Expected at least one reward function, or a reward_model. Pass reward_functions=[my_reward].")
     if module.reward_model_source is not None and module.max_sampling_rounds > 1:
         raise ValueError("max_sampling_rounds looks at reward functions only. Set it to 1 with a reward_model.")
+    for weight in (*module.reward_weights, module.reward_model_weight):
+        if not math.isfinite(weight):
+            raise ValueError(f"Expected the weights of rewards to be finite numbers but got {weight}.")
     if len(module.reward_weights) != len(module.reward_functions):
         raise ValueError(
             f"Got {len(module.reward_weights)} reward_weights for {len(module.reward_functions)} reward_functions. Pass one weight each."
@@ -112,8 +139,14 @@ def _check_loss(module: "PPOModule") -> None:
             " sampled tokens. Use k1, k2, k3 or abs in the reward, or the full divergence in the loss (kl_kind, kl_coefficient)."
         )
     for name in ("kl_coefficient", "value_coefficient", "overlong_factor"):
-        if getattr(module, name) < 0:
-            raise ValueError(f"Expected {name} to be at least 0 but got {getattr(module, name)}.")
+        if not 0 <= getattr(module, name) < math.inf:
+            raise ValueError(f"Expected {name} to be a number, at least 0, but got {getattr(module, name)}.")
+    if not math.isfinite(module.entropy_coefficient):
+        raise ValueError(f"Expected entropy_coefficient to be a finite number but got {module.entropy_coefficient}.")
+    for name in ("loss_norm_constant", "value_clip", "critic_lr", "overlong_buffer"):
+        value = getattr(module, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"Expected {name} to be positive but got {value}. Pass None to leave it out.")
 
 
 def _check_critic(module: "PPOModule") -> None:
@@ -124,8 +157,11 @@ def _check_critic(module: "PPOModule") -> None:
 
 
 def _check_rollouts(module: "PPOModule") -> None:
-    if module.temperature <= 0:
+    if not module.temperature > 0:
         raise ValueError(f"Expected temperature to be positive but got {module.temperature}: rollouts to learn from must be sampled.")
+    SamplingParams(**module.sampling_options)  # refuses what no engine could sample with
+    if not 0 <= module.validation_temperature < math.inf:
+        raise ValueError(f"Expected validation_temperature to be at least 0 (greedy) but got {module.validation_temperature}.")
     if not isinstance(module.rollout_engine_config, EngineConfig):
         raise TypeError(
             f"rollout_engine must be an EngineConfig such as TransformersEngineConfig() but is {module.rollout_engine_config!r}. To bring"

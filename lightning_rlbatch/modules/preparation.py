@@ -75,7 +75,12 @@ class RolloutPreparation:
         for name, metric in result.metrics.items():
             self._add(f"rollout_correction/{name}", *token_mean(metric, mask))
         self._add_parts("rollout_correction/effective_sample_size", effective_sample_size_sums(result.weights, mask))
-        self.store.update(per_token={"response_mask": result.response_mask, "loss_weights": result.weights})
+        weights = result.weights
+        if self.module.rollout_correction.normalize:
+            sums = {"weights": weights.double().sum(), "tokens": result.response_mask.sum()}
+            totals = all_reduce_sums(sums, self.module.meshes.dp_group)
+            weights = weights * (totals["tokens"] / totals["weights"] if totals["weights"] else 0.0)
+        self.store.update(per_token={"response_mask": result.response_mask, "loss_weights": weights})
 
     def _explained_variance(self, samples: PackedBatch) -> None:
         self._add_parts(

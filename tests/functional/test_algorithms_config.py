@@ -102,7 +102,7 @@ SOURCES += ["importance", "filters", "aggregation", "algorithms", "estimators", 
 # No formula of a paper: sums, shapes, checks, containers.
 TOOLS = {
     "place_rewards", "token_sums", "spread_to_tokens", "moments", "as_rewards", "as_group_ids", "group_statistics",
-    "call_loss", "HasTerms", "result_dtype",
+    "call_loss", "HasTerms", "result_dtype", "absolute",
     "policy_loss", "log_ratio", "ratio_metrics", "clip_metrics", "check_clip_bounds", "check_per_token", "needs_logits",
     "effective_sample_size_sums", "LossTerms", "LossInputs", "PolicyLoss", "FunctionLoss", "Advantages", "AdvantageInputs",
     "AdvantageEstimator", "OutcomeEstimator", "SampleAdvantages", "GroupStatistics", "ImportanceCorrection", "ZeroVariance",

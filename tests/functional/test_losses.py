@@ -11,7 +11,7 @@ from lightning_rlbatch.functional.aggregation import Denominators, aggregate
 from lightning_rlbatch.functional.algorithms import FunctionLoss, LossInputs, PolicyLoss, PPOClip
 from lightning_rlbatch.functional.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
 from lightning_rlbatch.functional.losses import LossTerms, entropy, entropy_bonus, policy_loss, ppo_clip_loss
-from lightning_rlbatch.functional.losses_covariance import select_clip_cov, select_kl_cov, token_covariance, token_keys
+from lightning_rlbatch.functional.losses_covariance import kl_cov_loss, select_clip_cov, select_kl_cov, token_covariance, token_keys
 from lightning_rlbatch.functional.losses_sequence import gmpo_loss, gspo_loss
 from lightning_rlbatch.functional.losses_token import binary_kl, cispo_loss, dppo_loss, reinforce_loss, sapo_loss
 from lightning_rlbatch.functional.value import value_loss
@@ -240,6 +240,29 @@ def test_kl_cov_selects_the_tokens_of_highest_covariance(fraction):
     covariance = token_covariance(log_probs, advantages, MASK)
     ranked = sorted((t for t in range(14) if MASK[t]), key=lambda t: -covariance[t].item())
     assert selected.nonzero().flatten().tolist() == sorted(ranked[: max(1, int(7 * fraction))])
+
+
+def test_rounding_decides_neither_which_tokens_are_chosen_nor_their_gradient():
+    mask, bounds = torch.ones(40, dtype=torch.bool), torch.tensor([0, 20, 40])
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -torch.rand(40, generator=generator, dtype=torch.float64) - 0.1
+    advantages = torch.tensor([0.3, -0.3] + [0.0] * 38, dtype=torch.float64)  # most have the mean, so that their covariance is 0 on paper
+    noise = torch.randn(40, generator=generator, dtype=torch.float64) * 1e-14
+    keys = token_keys(torch.arange(2), bounds, 40)
+    chosen = [
+        select_kl_cov(log_probs + noise * sign, advantages + noise.flip(0) * sign, mask, keys, num_tokens=40, fraction=0.5)
+        for sign in (0, 1, -1)
+    ]
+    assert torch.equal(chosen[0], chosen[1])
+    assert torch.equal(chosen[0], chosen[2])
+    for dtype in (torch.float64, torch.float32):  # the first update of an iteration: old and new log-probs differ by rounding alone
+        rounding = (noise * 1e14 * torch.finfo(dtype).eps).to(dtype)
+        gradients = []
+        for old in (log_probs.to(dtype), log_probs.to(dtype) + rounding):
+            new = log_probs.to(dtype).requires_grad_()
+            terms = kl_cov_loss(new, old, advantages.to(dtype), mask, chosen[0]).terms + kl_penalty(new, old, mask, "abs")
+            gradients += torch.autograd.grad(terms.sum(), new)
+        torch.testing.assert_close(*gradients)
 
 
 def test_equal_covariances_are_chosen_by_key_and_never_more_than_asked_for():

@@ -11,8 +11,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rlbatch.data import BatchingOptions, RolloutDataModule, SFTDataModule
-from lightning_rlbatch.functional import GDPO, FixedKL, FunctionLoss, PassAtKTraining
-from lightning_rlbatch.modules import PPOModule, SFTModule
+from lightning_rlbatch.functional import GAE, GDPO, ClipCov, FixedKL, FunctionLoss, PassAtKTraining, PPOClip
+from lightning_rlbatch.modules import PPOModule
+from lightning_rlbatch.modules.correction import RolloutCorrection, SFTModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 
@@ -289,6 +290,29 @@ def test_more_tries_than_rollouts_are_refused_before_anything_is_sampled():
 def test_a_kl_penalty_in_the_reward_beside_rewards_normalized_one_by_one_is_refused():
     with pytest.raises(ValueError, match="GDPO normalizes each reward on its own"):
         PPOModule(tiny_llama, [length_reward], advantage=GDPO(), kl_reward=FixedKL(0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy_loss": PPOClip(clip_low=-0.1)}, "clip_low and clip_high to be >= 0 but got -0.1"),
+        ({"policy_loss": ClipCov(fraction=2.0)}, r"fraction to be in \(0, 1\] but got 2.0"),
+        ({"advantage": GAE(gamma=1.5), "critic": tiny_llama}, "gamma to be between 0 and 1 but got 1.5"),
+        ({"advantage": GDPO(weights=[1.0, 2.0])}, "one weight for each of 1 rewards"),
+        ({"rollout_correction": RolloutCorrection(lower=3.0)}, "lower=3.0 and upper=2.0"),
+        ({"critic": tiny_llama, "value_clip": -0.2}, "value_clip to be positive but got -0.2"),
+        ({"overlong_buffer": 0}, "overlong_buffer to be positive but got 0"),
+        ({"loss_aggregation": "seq-mean-token-sum-norm", "loss_norm_constant": 0.0}, "loss_norm_constant to be positive but got 0.0"),
+        ({"kl_coefficient": float("nan")}, "kl_coefficient to be a number, at least 0, but got nan"),
+        ({"reward_weights": [float("inf")]}, "weights of rewards to be finite numbers but got inf"),
+        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
+        ({"validation_temperature": -1.0}, "validation_temperature to be at least 0"),
+    ],
+    ids=str,
+)
+def test_a_setting_out_of_range_is_refused_when_the_module_is_made_not_after_its_first_rollouts(options, words):
+    with pytest.raises(ValueError, match=words):
+        PPOModule(tiny_llama, [length_reward], **options)
 
 
 def test_stop_iteration_in_a_loss_does_not_pass_for_the_end_of_the_epoch():

@@ -85,7 +85,7 @@ RUNS = {
     "own method": {"made": WithMethod},
     "remax": {"advantage": ReMax(), "reward": no_greedy_verdict},
     "truncated": {"advantage": GRPO(), "kl_reward": FixedKL(0.5), "drop_truncated": True},
-    "correction": {"advantage": GRPO(), "rollout_correction": RolloutCorrection(mode="mask", upper=0.02)},
+    "correction": {"advantage": GRPO(), "rollout_correction": RolloutCorrection(mode="mask", upper=0.02, normalize=True)},
     "truncated, lengths": {"advantage": OPO(), "kl_reward": FixedKL(0.5), "drop_truncated": True},
 }
 
@@ -164,6 +164,7 @@ def test_the_effective_sample_size_of_the_correction_counts_tokens_left_out_as_l
     expected = float(weights.sum() ** 2 / (sampled.sum() * weights.square().sum()))
     assert metrics["rollout_correction/effective_sample_size"] == pytest.approx(expected, rel=1e-5)
     assert metrics["rollout_correction/importance_clipped"] == pytest.approx(1 - float(samples["response_mask"].sum() / sampled.sum()))
+    assert float(weights[samples["response_mask"]].mean()) == pytest.approx(1.0, rel=1e-5)
     advantages = group_advantages(samples["reward"], groups).advantages[samples.sample_ids_per_token]
     torch.testing.assert_close(samples["advantages"].double(), torch.where(samples["response_mask"], advantages, 0), rtol=1e-5, atol=1e-6)
 
