@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rlbatch.data import BatchingOptions, RolloutDataModule, SFTDataModule
 from lightning_rlbatch.functional import GAE, GDPO, ClipCov, FixedKL, FunctionLoss, PassAtKTraining, PPOClip
-from lightning_rlbatch.modules import PPOModule
-from lightning_rlbatch.modules.correction import RolloutCorrection, SFTModule
+from lightning_rlbatch.modules import PPOModule, SFTModule
+from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 
