@@ -26,10 +26,10 @@ def same(one, other):
 @pytest.mark.parametrize("kind", PARTS)
 def test_seed_everything_seeds_the_data_unless_they_have_a_seed_of_their_own(kind):
     def main(rank, size):
-        first = trained(kind, size, everything=1 + 10 * rank)  # ranks may have seeds of their own: rank 0's counts
-        again = trained(kind, size, everything=1)
-        other = trained(kind, size, everything=2)
-        given = [trained(kind, size, everything=number, seed=1) for number in (3, 4)]
+        first = trained(kind, size, everything=1 + 10 * rank, max_epochs=1)  # ranks may have seeds of their own: rank 0's counts
+        again = trained(kind, size, everything=1, max_epochs=1)
+        other = trained(kind, size, everything=2, max_epochs=1)
+        given = [trained(kind, size, everything=number, seed=1, max_epochs=1) for number in (3, 4)]
         return same(first, again), same(first, other), same(given[0], first), same(given[0], given[1])
 
     assert run_distributed(main, 2, init_process_group=False) == [(True, False, True, True)] * 2
