@@ -80,8 +80,9 @@ def select_kl_cov(
 ) -> Tensor:
     """Choose the tokens of highest covariance: max(1, floor(fraction * num_tokens)) of the whole mini-batch.
 
-    Source: Cui et al., 2025 (KL-Cov). Ties are broken by ``keys``, so the choice does not depend on the layout; covariances within 1e-9 of
-    the largest count as tied, since what is equal on paper (all tokens of mean advantage) differs by rounding.
+    Source: Cui et al., 2025 (KL-Cov). Ties are broken by ``keys``, so the choice does not depend on the layout; covariances that
+    differ by 1e-9 of the largest log-probability times the largest advantage count as tied: what is equal on paper (0, for all tokens of
+    mean advantage) differs by rounding.
 
     Args:
         log_probs: ``[T]``, floating point: of the current policy, or the old ones (exact in the first mini-batch of an iteration).
@@ -103,7 +104,7 @@ def select_kl_cov(
         >>> select_kl_cov(x, -x, torch.ones(3, dtype=torch.bool), token_keys(torch.tensor([0]), torch.tensor([0, 3]), 3), num_tokens=3)
         tensor([False,  True, False])
     """
-    scores = _without_rounding(token_covariance(log_probs, advantages, response_mask, peers=peers), peers)
+    scores = _rounded_covariance(log_probs, advantages, response_mask, peers)
     return _select_top(scores, keys, response_mask, _quota(fraction, num_tokens), peers)
 
 
@@ -153,7 +154,7 @@ def select_clip_cov(
     """
     if not lower < upper:
         raise ValueError(f"Expected lower < upper but got lower={lower} and upper={upper}.")
-    covariance = _without_rounding(token_covariance(log_probs, advantages, response_mask, peers=peers), peers)
+    covariance = _rounded_covariance(log_probs, advantages, response_mask, peers)
     ppo = ppo_clip_loss(log_probs, old_log_probs, advantages, response_mask, clip_low=clip_low, clip_high=clip_high).metrics
     clipped = (ppo["clip_fraction_low"] + ppo["clip_fraction_high"]) > 0
     eligible = response_mask & ~clipped & (covariance > lower) & (covariance < upper)
@@ -237,11 +238,14 @@ def _quota(fraction: float, num_tokens: int) -> int:
     return max(1, int(fraction * num_tokens))
 
 
-def _without_rounding(covariance: Tensor, peers: Peers) -> Tensor:
-    """Round to multiples of a power of 2, about 1e-9 of the largest of all ranks: what differs by less is equal."""
-    own = covariance.abs().max() if covariance.numel() else covariance.new_zeros(())
-    largest = peers.concat(own.reshape(1)).max()
-    step = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 30)
+def _rounded_covariance(log_probs: Tensor, advantages: Tensor, response_mask: Tensor, peers: Peers) -> Tensor:
+    """Round covariances to multiples of a power of 2, about 1e-9 of what is multiplied: what differs by less is equal."""
+    covariance = token_covariance(log_probs, advantages, response_mask, peers=peers)
+    largest = torch.zeros(2, dtype=torch.float64, device=covariance.device)
+    if covariance.numel():
+        largest = torch.stack([sanitize(field.detach(), response_mask).double().abs().max() for field in (log_probs, advantages)])
+    scale = peers.concat(largest[None]).amax(0).prod()
+    step = torch.ldexp(torch.ones_like(scale), scale.frexp().exponent - 30)
     return (covariance / step).round() * step
 
 

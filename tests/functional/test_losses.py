@@ -249,12 +249,13 @@ def test_rounding_decides_neither_which_tokens_are_chosen_nor_their_gradient():
     advantages = torch.tensor([0.3, -0.3] + [0.0] * 38, dtype=torch.float64)  # most have the mean, so that their covariance is 0 on paper
     noise = torch.randn(40, generator=generator, dtype=torch.float64) * 1e-14
     keys = token_keys(torch.arange(2), bounds, 40)
-    chosen = [
-        select_kl_cov(log_probs + noise * sign, advantages + noise.flip(0) * sign, mask, keys, num_tokens=40, fraction=0.5)
-        for sign in (0, 1, -1)
-    ]
-    assert torch.equal(chosen[0], chosen[1])
-    assert torch.equal(chosen[0], chosen[2])
+    for given in (advantages, torch.full_like(advantages, 1 / 3)):  # all equal: there is nothing but rounding
+        chosen = [
+            select_kl_cov(log_probs + noise * sign, given + noise.flip(0) * sign, mask, keys, num_tokens=40, fraction=0.5)
+            for sign in (0, 1, -1)
+        ]
+        assert torch.equal(chosen[0], chosen[1])
+        assert torch.equal(chosen[0], chosen[2])
     for dtype in (torch.float64, torch.float32):  # the first update of an iteration: old and new log-probs differ by rounding alone
         rounding = (noise * 1e14 * torch.finfo(dtype).eps).to(dtype)
         gradients = []
