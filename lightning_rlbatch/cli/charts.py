@@ -1,10 +1,13 @@
-"""Line charts and stacked areas as SVG text, without a plotting library."""
+"""Line charts and stacked bars as SVG text, without a plotting library."""
 
 import html
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+from lightning_rlbatch.cli.numbers import short
 
 WIDTH, HEIGHT = 460, 220
 _LEFT, _TOP, _BOTTOM = 52, 12, 26
@@ -43,9 +46,10 @@ class Chart:
         unit: Of the left axis.
         missing: What to do to see it; shown instead of an empty plot.
         lines: (label, y) of horizontal lines.
-        stacked: True draws the curves as areas on top of one another.
+        stacked: True draws the curves as bars on top of one another.
         note: Below the title.
         from_zero: False lets the left axis begin above 0.
+        x_name: What the horizontal axis counts.
     """
 
     title: str
@@ -56,6 +60,7 @@ class Chart:
     stacked: bool = False
     note: str = ""
     from_zero: bool = True
+    x_name: str = "step"
 
     def to_html(self) -> str:
         """Return a card with the plot, or with the way to get it."""
@@ -69,7 +74,7 @@ class Chart:
         data = [{"label": series.label, "points": [[x, _short(y)] for x, y in series.points]} for series in shown]
         plot = _Plot(self, shown).svg()
         details = html.escape(json.dumps(data, separators=(",", ":")), quote=True)
-        body = f'<div class="legend">{legend}</div><div class="plot" data-series="{details}">{plot}</div>'
+        body = f'<div class="legend">{legend}</div><div class="plot" data-x-name="{self.x_name}" data-series="{details}">{plot}</div>'
         return f'<section class="card">{head}{body}</section>'
 
 
@@ -89,7 +94,12 @@ class _Plot:
         self.series = series
         self.right = WIDTH - (44 if any(one.right for one in series) else 12)
         xs = [x for one in series for x, _ in one.points]
-        self.x_low, self.x_high = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
+        self.x_low, self.x_high = min(xs), max(xs) if max(xs) > min(xs) or chart.stacked else min(xs) + 1
+        places = sorted(set(xs))
+        # A bar is as wide as the smallest distance, and the first and last are seen whole.
+        self.bar = min((after - before for before, after in pairwise(places)), default=1.0)
+        if chart.stacked:
+            self.x_low, self.x_high = self.x_low - self.bar / 2, self.x_high + self.bar / 2
         left = [one for one in series if not one.right]
         values = [y for one in left for _, y in one.points] + ([y for _, y in chart.lines] if left else [])
         if chart.stacked:
@@ -112,7 +122,7 @@ class _Plot:
         return HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _TOP - _BOTTOM)
 
     def svg(self) -> str:
-        marks = self._areas() if self.chart.stacked else "".join(self._curve(series) for series in self.series)
+        marks = self._bars() if self.chart.stacked else "".join(self._curve(series) for series in self.series)
         lines = "".join(
             f'<line class="limit" x1="{_LEFT}" x2="{self.right}" y1="{self.y(y):.1f}" y2="{self.y(y):.1f}"/>'
             f'<text class="limit" x="{self.right - 3}" y="{self.y(y) - 3:.1f}" text-anchor="end">{html.escape(label)}</text>'
@@ -126,12 +136,14 @@ class _Plot:
         for value in ticks(self.y_low, self.y_high, 4):
             y = self.y(value)
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{number(value)}</text>')
+            parts.append(f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{short(value)}</text>')
         if any(series.right for series in self.series):
             for value in (0.0, 0.5, 1.0):
                 parts.append(f'<text x="{self.right + 6}" y="{self.y(value, True) + 3.5:.1f}">{100 * value:.0f}%</text>')
         for value in ticks(self.x_low, self.x_high, 5):
-            parts.append(f'<text x="{self.x(value):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{number(value)}</text>')
+            if not self.chart.stacked or value == int(value):
+                parts.append(f'<text x="{self.x(value):.1f}" y="{HEIGHT - 12}" text-anchor="middle">{short(value)}</text>')
+        parts.append(f'<text class="unit" x="{self.right}" y="{HEIGHT - 1}" text-anchor="end">{self.chart.x_name}</text>')
         if self.chart.unit:
             parts.append(f'<text class="unit" x="{_LEFT}" y="9">{html.escape(self.chart.unit)}</text>')
         return "".join(parts)
@@ -152,14 +164,14 @@ class _Plot:
     def _path(self, points: Sequence[tuple[float, float]], right: bool) -> str:
         return " ".join(f"{self.x(x):.1f},{self.y(y, right):.1f}" for x, y in points)
 
-    def _areas(self) -> str:
+    def _bars(self) -> str:
         lower = [0.0] * len(self.series[0].points)
         marks = []
         for series in self.series:
             upper = [base + y for base, (_, y) in zip(lower, series.points)]
-            xs = [x for x, _ in series.points]
-            outline = [*zip(xs, upper), *reversed(list(zip(xs, lower)))]
-            marks.append(f'<polygon class="a{series.colour}" points="{self._path(outline, False)}"/>')
+            edges = [(x - self.bar / 2, x + self.bar / 2) for x, _ in series.points]
+            above, below = ([(edge, y) for pair, y in zip(edges, heights) for edge in pair] for heights in (upper, lower))
+            marks.append(f'<polygon class="a{series.colour}" points="{self._path([*above, *reversed(below)], False)}"/>')
             lower = upper
         return "".join(marks)
 
@@ -195,26 +207,6 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     step = next(factor * scale for factor in (1, 2, 2.5, 5, 10) if factor * scale >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [float(f"{index * step:.10g}") + 0.0 for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def number(value: float) -> str:
-    """Return a short text of a number.
-
-    Args:
-        value: Any.
-
-    Example:
-        >>> number(1234567), number(0.00012), number(3.0), number(0)
-        ('1.2M', '1.2e-04', '3', '0')
-    """
-    size = abs(value)
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            scaled = value / (1e3 if unit == "k" else limit)
-            return f"{scaled:.3g}{unit}" if scaled >= 100 else f"{scaled:.2g}{unit}"
-    if 0 < size < 1e-3:
-        return f"{value:.1e}"
-    return f"{value:.4g}"
 
 
 def _short(value: float) -> float:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_rlbatch.cli.numbers import number, percent
 from lightning_rlbatch.functional.plan import BatchPlan
 
 MAX_ROWS = 20
@@ -23,10 +24,11 @@ def show_methods(rows: list[dict[str, Any]], plans: list[BatchPlan], mini_batche
         console: Where.
     """
     plan, lengths = plans[0], [length for part in mini_batches for length in part]
-    cap = f"budget {plan.budget:,} tokens" if plan.budget is not None else f"{plan.micro_batch_size} samples"
+    cap = f"budget {number(plan.budget)} tokens" if plan.budget is not None else f"{plan.micro_batch_size} samples"
     console.print(
         Text(
-            f"{len(lengths)} samples, {sum(lengths):,} tokens (longest {max(lengths):,}, mean {sum(lengths) / len(lengths):,.0f}), "
+            f"{number(len(lengths))} samples, {number(sum(lengths))} tokens (longest {number(max(lengths))}, mean"
+            f" {number(sum(lengths) / len(lengths))}), "
             f"{len(plans)} mini-batch{'es' * (len(plans) > 1)}, {plan.dp_size} data-parallel ranks x {plan.sp_size}, {cap} per micro-batch",
             style="bold",
         )
@@ -39,13 +41,13 @@ def show_methods(rows: list[dict[str, Any]], plans: list[BatchPlan], mini_batche
     for row in rows:
         table.add_row(
             row["method"],
-            f"{100 * row['efficiency']:.1f}%",
-            f"{row['step_workload'] / ours:.3f}" if ours else "-",
-            f"{row['micro_steps']:g}",
-            f"{row['imbalance']:.2f} {row['imbalance_max']:.2f}",
-            f"{100 * row['fill']:.0f}%",
-            f"{row['max_tokens']:,.0f}",
-            f"{row['fillers']:.0f}",
+            percent(row["efficiency"]),
+            number(row["step_workload"] / ours, 3) if ours else "-",
+            number(row["micro_steps"], 2),
+            f"{number(row['imbalance'], 2)} {number(row['imbalance_max'], 2)}",
+            percent(row["fill"]),
+            number(row["max_tokens"]),
+            number(row["fillers"]),
         )
     console.print(table)
     console.print(
@@ -74,14 +76,14 @@ def show_iterations(rows: list[dict[str, Any]], console: Console) -> None:
         before, planned = row["before"], row["planned"]
         table.add_row(
             str(row["iteration"]),
-            f"{row['num_samples']:,}",
-            f"{row['num_tokens']:,}",
-            f"{row['longest']:,}",
+            number(row["num_samples"]),
+            number(row["num_tokens"]),
+            number(row["longest"]),
             str(len(row["mini_batches"])),
-            f"{planned['micro_steps']:.3g}",
-            f"{100 * before['efficiency']:.1f}% {100 * planned['efficiency']:5.1f}%",
-            f"{100 * planned['fill']:.0f}%",
-            f"{planned['max_tokens']:,.0f}",
+            number(planned["micro_steps"], 2),
+            f"{percent(before['efficiency'])} {percent(planned['efficiency']):>6}",
+            percent(planned["fill"]),
+            number(planned["max_tokens"]),
         )
     console.print(table)
     console.print(Text("steps: optimizer steps. micro-steps: per optimizer step. largest: tokens of a micro-batch.", style="dim"))
@@ -100,14 +102,14 @@ def show_sweep(rows: list[dict[str, float]], console: Console, options: argparse
         table.add_column(name, justify="right")
     for row in rows[:MAX_ROWS]:
         table.add_row(
-            f"{row['dp']:g}",
-            f"{row['sp']:g}",
-            f"{row['max_tokens_per_rank']:g}",
-            f"{row['time']:.3f}",
-            f"{100 * row['efficiency']:.1f}%",
-            f"{row['micro_steps']:g}",
-            f"{100 * row['fill']:.1f}%",
-            f"{row['imbalance']:.3f}",
+            number(row["dp"]),
+            number(row["sp"]),
+            number(row["max_tokens_per_rank"]),
+            number(row["time"], 3),
+            percent(row["efficiency"]),
+            number(row["micro_steps"], 2),
+            percent(row["fill"]),
+            number(row["imbalance"], 2),
         )
     console.print(table)
     best = rows[0]

@@ -3,6 +3,7 @@
 import argparse
 import base64
 import dataclasses
+import datetime
 import html
 import re
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from lightning_rlbatch.cli.charts import number
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
+from lightning_rlbatch.cli.numbers import number
 from lightning_rlbatch.cli.report_page import PAGE
 from lightning_rlbatch.cli.report_plots import charts, held_out
 from lightning_rlbatch.cli.report_waiting import waiting_table
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlbatch report", description="Write one HTML page with the plots of a run.")
     parser.add_argument("run", help="folder of the run's CSVLogger, or its metrics.csv")
     parser.add_argument("--output", "-o", help="page to write (default: report.html beside the metrics)")
-    parser.add_argument("--title", help="of the page (default: the folder)")
+    parser.add_argument("--title", help="of the page (default: names of the folder)")
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
     try:
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> int:
         return 1
     path = Path(options.output) if options.output else run.path.with_name("report.html")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report_html(run, options.title or run.path.parent.name), encoding="utf-8")
+    path.write_text(report_html(run, options.title or run_title(run.path)), encoding="utf-8")
     console.print(Text(f"Wrote {path}"))
     return 0
 
@@ -54,9 +55,11 @@ def report_html(run: RunMetrics, title: str) -> str:
         run: What was logged.
         title: Of the page.
     """
-    cards = "\n".join(chart.to_html() for chart in charts(run, _max_grad_norm(run.path.parent)))
+    config = _configuration(run.path.parent)
+    cards = "\n".join(chart.to_html() for chart in charts(run, _max_grad_norm(config)))
     parts = {
         "title": html.escape(title),
+        "about": html.escape(_about(run.path, config)),
         "tiles": _tiles(run),
         "doctor": _doctor(run),
         "cards": cards,
@@ -65,13 +68,48 @@ def report_html(run: RunMetrics, title: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], PAGE)
 
 
-def _max_grad_norm(folder: Path) -> float | None:
-    """Return the limit of the run's configuration, as LightningCLI saved it."""
-    file = folder / "config.yaml"
+def run_title(path: Path) -> str:
+    """Return the names of a run's folder that a reader knows it by, without those that loggers give.
+
+    Args:
+        path: Its ``metrics.csv``.
+
+    Example:
+        >>> run_title(Path("/home/me/outputs/hanoi/grpo/version_1/metrics.csv")), run_title(Path("/me/runs/first/metrics.csv"))
+        ('hanoi / grpo, version 1', 'runs / first')
+    """
+    folder = path.absolute().parent
+    number = re.fullmatch(r"version_(\d+)", folder.name)
+    named = [name for name in folder.parts[1:] if not re.fullmatch(r"version_\d+|lightning_logs", name)]
+    return " / ".join(named[-2:]) + (f", version {number[1]}" if number else "")
+
+
+def _about(path: Path, config: dict[str, Any]) -> str:
+    """Return what was trained on what, where the configuration says so, and when."""
+    words = []
+    for section, options in (("model", ("policy",)), ("data", ("train_prompts", "train_dataset", "dirpath"))):
+        made = config.get(section)
+        if isinstance(made, dict) and isinstance(made.get("class_path"), str):
+            given = made.get("init_args") or {}
+            named = next((given[option] for option in options if isinstance(given.get(option), str)), None)
+            words.append(made["class_path"].rpartition(".")[2] + ("" if named is None else f" of {named}"))
+    when = datetime.datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    return " | ".join([*words, f"last logged {when}", str(path.parent)])
+
+
+def _configuration(folder: Path) -> dict[str, Any]:
+    """Return the run's configuration, as LightningCLI saved it; empty if there is none."""
     try:
-        config: Any = read_config(["--config", str(file)])
+        return read_config(["--config", str(folder / "config.yaml")])
+    except ConfigFileError:
+        return {}
+
+
+def _max_grad_norm(config: dict[str, Any]) -> float | None:
+    """Return the limit that gradients are clipped at."""
+    try:
         limit = config["model"]["init_args"].get("max_grad_norm")
-    except (ConfigFileError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return None
     return float(limit) if isinstance(limit, int | float) else None
 

@@ -14,7 +14,7 @@ PAGE = """<!doctype html>
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 14px/1.45 system-ui, -apple-system, "Segoe UI", sans-serif; }
 main { max-width: 1480px; margin: 0 auto; padding: 24px; }
-h1 { font-size: 22px; margin: 0 0 14px; } h2 { font-size: 15px; margin: 22px 0 8px; }
+h1 { font-size: 22px; margin: 0; } .about { color: var(--soft); margin: 2px 0 14px; } h2 { font-size: 15px; margin: 22px 0 8px; }
 h3 { font-size: 13.5px; margin: 0; font-weight: 600; }
 .tiles { display: flex; flex-wrap: wrap; gap: 10px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 8px 14px; min-width: 104px; }
@@ -52,10 +52,11 @@ figcaption { font-weight: 600; font-size: 13.5px; margin-bottom: 8px; } figure i
 <body>
 <main>
 <h1>{{title}}</h1>
+<p class="about">{{about}}</p>
 <div class="tiles">{{tiles}}</div>
 <h2>Doctor</h2>
 <div class="doctor">{{doctor}}</div>
-<h2>Over optimizer steps</h2>
+<h2>Plots</h2>
 <div class="cards">
 {{cards}}
 </div>
@@ -74,7 +75,7 @@ for (const plot of document.querySelectorAll(".plot")) {
     const near = points => points.reduce((best, p) => Math.abs(p[0] - at) < Math.abs(best[0] - at) ? p : best);
     const step = near(series.flatMap(s => s.points))[0], x = left + (step - low) / (high - low) * (right - left);
     cursor.setAttribute("x1", x); cursor.setAttribute("x2", x); cursor.style.display = tip.style.display = "block";
-    tip.textContent = "step " + step + series.map(s => "\\n" + s.label + "  " + near(s.points)[1]).join("");
+    tip.textContent = plot.dataset.xName + " " + step + series.map(s => "\\n" + s.label + "  " + near(s.points)[1]).join("");
     const card = plot.parentNode.getBoundingClientRect(), wanted = event.clientX - card.left + 14;
     tip.style.left = Math.min(wanted, card.width - tip.offsetWidth - 6) + "px";
     tip.style.top = event.clientY - card.top + 12 + "px";

@@ -110,7 +110,15 @@ def _updates(run: RunMetrics, max_grad_norm: float | None) -> list[Chart]:
 
 def _speed(run: RunMetrics) -> list[Chart]:
     return [
-        Chart("Where an iteration's time goes", _phases(run), "seconds", _by_ppo(), stacked=True, note=_phase_note(run)),
+        Chart(
+            "Where an iteration's time goes",
+            _phases(run),
+            "seconds of an iteration",
+            _by_ppo(),
+            stacked=True,
+            note=_phase_note(run),
+            x_name="iteration",
+        ),
         Chart(
             "Tokens per second, use of the hardware",
             [
@@ -215,7 +223,7 @@ def _over(points: Iterable[tuple[float, float]], mean: dict[float, float]) -> li
 def _phases(run: RunMetrics) -> list[Series]:
     """Return seconds per phase and iteration; a phase that an iteration lacks counts 0."""
     iterations = run.iterations()
-    steps = [row.get("step", float(index)) for index, row in enumerate(iterations)]
+    numbers = [row.get("epoch", float(index)) for index, row in enumerate(iterations)]
     num_updates: dict[float, int] = {}
     for row in run.rows:
         if "time/update" in row:
@@ -225,7 +233,7 @@ def _phases(run: RunMetrics) -> list[Series]:
         if any(f"time/{phase}" in row for row in iterations):
             factors = [num_updates.get(row.get("epoch", 0.0), 1) if phase == "update" else 1 for row in iterations]
             values = [row.get(f"time/{phase}", 0.0) * factor for row, factor in zip(iterations, factors)]
-            series.append(Series(phase.replace("_", " "), list(zip(steps, values)), colour))
+            series.append(Series(phase.replace("_", " "), list(zip(numbers, values)), colour))
     return series
 
 

@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -9,7 +10,8 @@ import pytest
 import yaml
 
 from lightning_rlbatch.cli import main
-from lightning_rlbatch.cli.charts import number, running_mean, ticks
+from lightning_rlbatch.cli.charts import running_mean, ticks
+from lightning_rlbatch.cli.numbers import short
 from lightning_rlbatch.cli.run_metrics import RunMetrics
 
 TITLES = [
@@ -115,7 +117,25 @@ def test_the_curves_are_the_logged_values(tmp_path):
     assert curves["held-out score"] == [[39, 0.75]]
     assert [x for x, _ in curves["mean ratio"]] == list(range(0, 40, 4))  # once per iteration
     assert {y for _, y in curves["mean ratio"]} == {1.0}
-    assert {y for _, y in curves["update"]} == {2.0}  # four updates of an iteration
+    assert curves["update"] == [[iteration, 2.0] for iteration in range(10)]  # four updates of each
+
+
+def test_the_title_names_the_run_and_the_line_below_says_what_was_trained_on_what(tmp_path):
+    folder = write_run(tmp_path / "hanoi" / "grpo" / "version_1")
+    model = {"class_path": "lightning_rlbatch.PPOModule", "init_args": {"policy": "my/model"}}
+    data = {"class_path": "lightning_rlbatch.RolloutDataModule", "init_args": {"train_prompts": "prompts.jsonl"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": model, "data": data}))
+    text = report(folder)
+    assert text.count("hanoi / grpo, version 1") == 2  # of the browser's tab, and on the page
+    assert "PPOModule of my/model | RolloutDataModule of prompts.jsonl | last logged 2" in text
+
+
+def test_times_of_the_only_iteration_are_a_bar_that_can_be_seen(tmp_path):
+    text = report(write_run(tmp_path / "run", {"time/generation": lambda step: 1.0}, num_steps=4))
+    (corners,) = re.findall(r'<polygon class="a0" points="([^"]+)"', text)
+    xs, ys = zip(*(map(float, corner.split(",")) for corner in corners.split()))
+    assert max(xs) - min(xs) > 300
+    assert max(ys) - min(ys) > 100
 
 
 def test_what_was_not_logged_says_how_to_get_it(tmp_path):
@@ -203,7 +223,7 @@ def test_ticks_are_round_and_inside_and_numbers_short():
     assert ticks(0, 1, 4) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert ticks(0, 3e-13, 3) == [0.0, 1e-13, 2e-13, 3e-13]
     assert all(-1.3 <= tick <= 7.9 for tick in ticks(-1.3, 7.9, 4))
-    assert [number(value) for value in (12345, 2.5e6, -0.5, 1e-9)] == ["12k", "2.5M", "-0.5", "1.0e-09"]
+    assert [short(value) for value in (12345, 2.5e6, -0.5, 1e-9)] == ["12k", "2.5M", "-0.5", "1.0e-09"]
     assert running_mean([(0, 1.0), (1, 1.0)]) == [(0, 1.0), (1, 1.0)]
 
 
