@@ -114,7 +114,7 @@ def explained_variance(sums: Tensor) -> Tensor:
     variance = target_squares / count - (target / count).square()
     unexplained = error_squares / count - (error / count).square()
     # Below fp64's rounding of the squares the returns are constant.
-    varies = variance > 1e-12 * (target_squares / count)
+    varies = variance > 1e-14 * (target_squares / count)
     return torch.where(varies, 1 - unexplained / torch.where(varies, variance, 1.0), torch.nan)
 
 

@@ -40,13 +40,27 @@ def segment_ids(cu_seqlens: Tensor | Sequence[int], num_tokens: int, device: tor
     Returns:
         ``[T]``, int64, in ``[0, N)``.
 
+    Raises:
+        ValueError: The boundaries, where they are on the host, do not lead from 0 to T.
+
     Example:
         >>> segment_ids(torch.tensor([0, 2, 5]), 5)
         tensor([0, 0, 1, 1, 1])
     """
-    lengths = torch.as_tensor(cu_seqlens, device=device).diff().long()
+    bounds = torch.as_tensor(cu_seqlens, device=device)
+    lengths = bounds.diff().long()
+    if bounds.device.type == "cpu" and not _lead_through(bounds, lengths, num_tokens):
+        listed = bounds.tolist()
+        raise ValueError(
+            f"Expected cu_seqlens to begin with 0, never to fall and to end with the number of tokens, {num_tokens}, but got {listed[:8]}"
+            f" ({len(listed)} in all). Pass the cumulative lengths of the samples, N + 1 numbers."
+        )
     ids = torch.arange(lengths.numel(), device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=num_tokens)
+
+
+def _lead_through(bounds: Tensor, lengths: Tensor, num_tokens: int) -> bool:
+    return bounds.numel() > 0 and int(bounds[0]) == 0 and int(bounds[-1]) == num_tokens and bool((lengths >= 0).all())
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:
@@ -65,8 +79,8 @@ def segment_sum(values: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     """
     if values.dtype == torch.bool:
         values = values.long()
-    out = values.new_zeros(len(cu_seqlens) - 1)
-    return out.index_add(0, segment_ids(cu_seqlens, values.shape[0], values.device), values)
+    owner = segment_ids(cu_seqlens, values.shape[0], values.device)
+    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, owner, values)
 
 
 def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor | Sequence[int]) -> Tensor:

@@ -103,7 +103,8 @@ class PPOUpdate(RLBatchModule):
         if self.has_full_kl:
             micro_batch = micro_batch.with_fields(per_token={"full_kl": scores.full_kl})
         terms, metrics = self.policy_terms(micro_batch, scores.log_probs, scores.entropy)
-        metrics = self._ratio_metrics(micro_batch, scores.log_probs) | metrics
+        if "train/ratio" not in metrics:
+            metrics = self._ratio_metrics(micro_batch, scores.log_probs) | metrics
         if shared:
             value_terms, value_metrics = self.value_terms(micro_batch, scores.values)
             terms, metrics = terms + value_terms, metrics | value_metrics

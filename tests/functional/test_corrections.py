@@ -159,6 +159,16 @@ def test_explained_variance_is_the_share_of_the_variance_of_returns_and_adds_ove
     assert math.isnan(explained_variance(torch.zeros(5)))
 
 
+def test_explained_variance_tells_returns_far_from_zero_from_returns_that_do_not_vary():
+    mask = torch.ones(50_000, dtype=torch.bool)
+    for value in (0.1, 1 / 3, 1e6 + 0.1):
+        constant = torch.full(mask.shape, value, dtype=torch.float64)
+        assert explained_variance(explained_variance_sums(constant * 0, constant, mask)).isnan()
+        varied = value + torch.arange(50_000, dtype=torch.float64) % 3
+        found = explained_variance(explained_variance_sums(varied + torch.arange(50_000) % 2 * 0.1, varied, mask))
+        assert float(found) == pytest.approx(1 - 0.0025 / (2 / 3), abs=2e-3)
+
+
 def test_length_metrics_use_the_smallest_length_that_95_percent_do_not_exceed():
     lengths = torch.arange(1, 101)
     metrics = length_metrics(lengths[torch.randperm(100)], lengths > 98)

@@ -382,6 +382,14 @@ def test_an_integer_mask_or_a_mask_of_another_length_is_refused():
         LOSSES["ppo"](log_probs[:-1], old, advantages, MASK, CU_SEQLENS)
 
 
+@pytest.mark.parametrize("bounds", [[0, 3, 4, 10], [0, 3, 4, 10, 15], [1, 3, 4, 10, 14], [0, 10, 4, 14], []])
+def test_boundaries_that_do_not_fit_the_tokens_are_refused_with_both_numbers(bounds):
+    with pytest.raises(ValueError, match=r"end with the number of tokens, 14, but got .*cumulative lengths"):
+        aggregate(draw()[0], MASK, bounds, "seq-mean-token-mean", Denominators(7, 3))
+    with pytest.raises(ValueError, match="end with the number of tokens, 14"):
+        gspo_loss(*draw(), MASK, torch.tensor(bounds, dtype=torch.int32))
+
+
 def test_half_precision_log_probs_are_scored_in_fp32():
     log_probs, old, advantages = (x.bfloat16() for x in draw())
     result = LOSSES["gspo"](log_probs, old, advantages, MASK, CU_SEQLENS)
