@@ -25,6 +25,7 @@ from lightning_rlbatch.rollout.engine_output import check_vocabulary
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo_collection import PPOCollection
 
+_GREEDY = 2**62  # separates the random numbers of greedy answers, which need none, from those of rollouts
 _ROUND = 2**33  # separates the random numbers of sampling rounds, and the streams of training and validation
 
 
@@ -138,9 +139,10 @@ class RolloutSampler:
             sampling: How the rollouts were drawn; only the temperature is replaced.
         """
         size = self.prompts.rollouts_per_prompt
-        first = {index // size: index for index in self.own}
-        answers = self._rollouts(sorted(first.values()), dataclasses.replace(sampling, temperature=0.0), self.stream)
-        baselines = dict(zip(sorted(first), (answer.reward for answer in answers)))
+        asked = sorted({index // size for index in self.own})
+        # The first rollout's place, on whichever rank that is, and a stream apart: an engine may look at the seed all the same.
+        answers = self._rollouts([prompt * size for prompt in asked], dataclasses.replace(sampling, temperature=0.0), self.stream + _GREEDY)
+        baselines = dict(zip(asked, (answer.reward for answer in answers)))
         for index, rollout in zip(self.own, rollouts):
             rollout.baseline = baselines[index // size]
 

@@ -6,6 +6,7 @@ from hand_made import ScriptedEngine, ScriptedPPO, prompts, varied_reward
 from helpers import ToyTokenizer, make_trainer, tiny_llama
 from transformers import LlamaForCausalLM
 
+from lightning_rlbatch.callbacks import RolloutCallback
 from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.functional import ReMax
 from lightning_rlbatch.testing import run_distributed
@@ -92,6 +93,25 @@ def test_the_engine_sleeps_after_an_error_as_well():
     (seen,) = run_distributed(fn, 1, init_process_group=False)
     for calls in seen.values():
         assert (calls[0], calls[-1], calls.count("sleep")) == ("wake", "sleep", 1)
+
+
+def test_the_greedy_answer_to_a_prompt_is_one_for_all_ranks_and_for_engines_that_look_at_seeds():
+    class Baselines(RolloutCallback):
+        def on_rollout_end(self, trainer, pl_module, rollouts):
+            samples = rollouts.store.samples
+            self.seen = dict(zip(samples["sample_id"].tolist(), samples["baseline_reward"].tolist()))
+
+    def fn(rank, world_size):
+        baselines = Baselines()
+        data = data_module(train_batch_size=3, mini_batch_size=3, rollouts_per_prompt=3, seed=1)  # two ranks share the second
+        trainer = make_trainer(world_size, max_epochs=1, callbacks=[baselines])
+        trainer.fit(ScriptedPPO(tiny_llama, [varied_reward], advantage=ReMax()), datamodule=data)
+        return baselines.seen
+
+    (alone,) = run_distributed(fn, 1, init_process_group=False)
+    assert [len({alone[index] for index in group}) for group in ((0, 1, 2), (3, 4, 5), (6, 7, 8))] == [1, 1, 1]
+    first, second = run_distributed(fn, 2, init_process_group=False)
+    assert first | second == alone
 
 
 def random_llama():
