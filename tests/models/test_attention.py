@@ -1,33 +1,20 @@
+"""Packed samples are computed as each of them alone, in value and gradient, and only where packed attention is attached."""
+
 import copy
 import importlib
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB, checkpoint_layers, tiny_config, tiny_model
-from torch import nn
+from tiny_models import FAMILIES, VOCAB, checkpoint_layers, tiny_config, tiny_model, token_batch
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
-    BloomConfig,
-    MambaConfig,
-    StableLmConfig,
-    T5Config,
-    T5ForConditionalGeneration,
 )
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models import registration
 from lightning_rlbatch.models.attention import attach_packed_attention
 from lightning_rlbatch.models.packed_inputs import packed_model_kwargs
-from lightning_rlbatch.models.probe import check_heads, check_model
-
-LENGTHS = [5, 1, 9, 3]
-
-
-def make_batch(lengths=LENGTHS, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return PackedBatch.from_samples([{"input_ids": torch.randint(1, VOCAB, (length,), generator=generator)} for length in lengths])
 
 
 def alone(model, batch):
@@ -49,7 +36,7 @@ def assert_close_gradients(ours, reference, tolerance=1e-5):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_each_sample_alone_in_logits_and_gradients(family):
-    model, batch = tiny_model(family), make_batch()
+    model, batch = tiny_model(family), token_batch()
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("eager")
     expected = alone(reference, batch)
@@ -64,7 +51,7 @@ def test_packed_equals_each_sample_alone_in_logits_and_gradients(family):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_left_padded_right_padded_and_packed_inputs_give_the_same_logits(family):
-    model, batch = tiny_model(family), make_batch()
+    model, batch = tiny_model(family), token_batch()
     with attach_packed_attention(model):
         packed = [model(**packed_model_kwargs(PackedBatch.from_padded(**batch.to_padded(0, side)))).logits[0] for side in ("left", "right")]
         assert torch.equal(packed[0], packed[1])
@@ -77,7 +64,7 @@ def test_left_padded_right_padded_and_packed_inputs_give_the_same_logits(family)
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
 def test_the_tokens_of_one_sample_never_reach_another_sample(family):
-    model, batch = tiny_model(family), make_batch()
+    model, batch = tiny_model(family), token_batch()
     ids = batch["input_ids"].clone()
     ids[:5] = (ids[:5] + 13) % VOCAB
     with attach_packed_attention(model):
@@ -88,7 +75,7 @@ def test_the_tokens_of_one_sample_never_reach_another_sample(family):
 
 
 def test_checkpointed_recomputation_uses_the_lengths_of_its_own_micro_batch():
-    batches = [make_batch([5, 4]), make_batch([2, 3, 4], seed=1)]
+    batches = [token_batch([5, 4]), token_batch([2, 3, 4], seed=1)]
     gradients = []
     for checkpointing in (False, True):
         model = tiny_model().train()
@@ -101,7 +88,7 @@ def test_checkpointed_recomputation_uses_the_lengths_of_its_own_micro_batch():
 
 
 def test_lengths_from_cu_seq_lens_alone_are_enough():
-    model, batch = tiny_model(), make_batch()
+    model, batch = tiny_model(), token_batch()
     kwargs = packed_model_kwargs(batch)
     with attach_packed_attention(model):
         expected = model(**kwargs).logits
@@ -110,20 +97,20 @@ def test_lengths_from_cu_seq_lens_alone_are_enough():
 
 
 def test_a_call_without_lengths_is_an_error_not_a_guess():
-    model, batch = tiny_model(), make_batch()
+    model, batch = tiny_model(), token_batch()
     with attach_packed_attention(model), pytest.raises(ValueError, match="called without lengths, which are never guessed"):
         model(batch["input_ids"].unsqueeze(0), position_ids=batch.position_ids.unsqueeze(0))
 
 
 def test_lengths_of_another_batch_are_an_error_with_both_numbers():
     model = tiny_model()
-    kwargs = packed_model_kwargs(make_batch()) | {"packed_lengths": packed_model_kwargs(make_batch([3, 4]))["packed_lengths"]}
+    kwargs = packed_model_kwargs(token_batch()) | {"packed_lengths": packed_model_kwargs(token_batch([3, 4]))["packed_lengths"]}
     with attach_packed_attention(model), pytest.raises(ValueError, match="got 18 tokens but the lengths add up to 7"):
         model(**kwargs)
 
 
 def test_an_all_ones_mask_is_harmless_and_real_padding_is_refused():
-    model, batch = tiny_model("gemma3"), make_batch()
+    model, batch = tiny_model("gemma3"), token_batch()
     kwargs = packed_model_kwargs(batch)
     ones = torch.ones(1, batch.num_tokens, dtype=torch.int64)
     with attach_packed_attention(model):
@@ -135,7 +122,7 @@ def test_an_all_ones_mask_is_harmless_and_real_padding_is_refused():
 
 
 def test_a_cache_and_attention_weights_are_refused():
-    model, kwargs = tiny_model(), packed_model_kwargs(make_batch())
+    model, kwargs = tiny_model(), packed_model_kwargs(token_batch())
     with attach_packed_attention(model):
         with pytest.raises(ValueError, match="no cache"):
             model(**kwargs | {"use_cache": True})
@@ -144,7 +131,7 @@ def test_a_cache_and_attention_weights_are_refused():
 
 
 def test_detaching_and_pausing_bring_the_former_attention_back_even_after_an_error():
-    model, batch = tiny_model(), make_batch()
+    model, batch = tiny_model(), token_batch()
     before = model.config._attn_implementation
     expected = alone(model, batch)
     handle = attach_packed_attention(model)
@@ -171,7 +158,7 @@ def test_two_models_of_one_config_do_not_see_each_other():
     config = tiny_config()
     torch.manual_seed(0)
     policy, critic = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
-    batch = make_batch()
+    batch = token_batch()
     expected = alone(critic, batch)
     with attach_packed_attention(policy):
         assert torch.equal(alone(critic, batch), expected)
@@ -182,7 +169,7 @@ def test_two_models_of_one_config_do_not_see_each_other():
 
 
 def test_attaching_twice_is_an_error_and_a_copy_keeps_working():
-    model, batch = tiny_model(), make_batch()
+    model, batch = tiny_model(), token_batch()
     with attach_packed_attention(model):
         with pytest.raises(RuntimeError, match="already has packed attention"):
             attach_packed_attention(model)
@@ -211,7 +198,7 @@ def test_the_probe_leaves_training_mode_and_random_state_alone():
 
 
 def test_dropout_in_attention_is_applied_in_training_only():
-    model, batch = tiny_model(attention_dropout=0.5), make_batch()
+    model, batch = tiny_model(attention_dropout=0.5), token_batch()
     with attach_packed_attention(model):
         first, second = (model(**packed_model_kwargs(batch)).logits for _ in range(2))
         assert torch.equal(first, second)
@@ -219,125 +206,9 @@ def test_dropout_in_attention_is_applied_in_training_only():
         assert not torch.allclose(model(**packed_model_kwargs(batch)).logits, first)
 
 
-def small(config_class, **changes):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 40}
-    return AutoModelForCausalLM.from_config(config_class(**{**sizes, **changes}))
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (
-            lambda: small(BloomConfig, n_head=8, n_layer=2),
-            "BloomForCausalLM: its attention layers do not use transformers'",
-        ),
-        (lambda: small(StableLmConfig), "StableLmForCausalLM: its attention layers do not use"),
-        (lambda: small(MambaConfig), "MambaForCausalLM: it has layers of the kinds"),
-        (
-            lambda: T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=8, num_layers=1, d_ff=8, num_heads=2, d_kv=4)),
-            "it is an encoder-decoder",
-        ),
-    ],
-)
-def test_a_model_that_cannot_be_exact_is_refused_before_anything_changes(build, message):
-    model = build()
-    before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=message):
-        attach_packed_attention(model)
-    assert model.config._attn_implementation == before
-
-
-def test_a_bidirectional_layer_is_refused():
-    model = tiny_model()
-    model.model.layers[1].self_attn.is_causal = False
-    with pytest.raises(ValueError, match=r"LlamaAttention.* attend in both directions"):
-        attach_packed_attention(model)
-
-
-def test_something_that_is_no_transformers_model_is_refused():
-    with pytest.raises(TypeError, match="PreTrainedModel but got Linear"):
-        attach_packed_attention(nn.Linear(2, 2))
-
-
-class DropsKwargs(LlamaDecoderLayer):
-    def forward(self, hidden_states, position_embeddings=None, **kwargs):
-        return super().forward(hidden_states, position_embeddings=position_embeddings)
-
-
-class LooksBack(LlamaDecoderLayer):
-    def forward(self, hidden_states, **kwargs):
-        return super().forward(hidden_states, **kwargs) + 0.1 * hidden_states.roll(1, dims=1)
-
-
-class SkipsAttention(LlamaDecoderLayer):
-    def forward(self, hidden_states, **kwargs):
-        return hidden_states + self.mlp(hidden_states)
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (DropsKwargs, "its layers do not pass keyword arguments on"),
-        (LooksBack, "two samples packed differ from the same samples alone"),
-        (SkipsAttention, "Only 1 of 2 layers of LlamaModel ran packed attention"),
-    ],
-)
-def test_the_probe_catches_what_the_class_does_not_tell(layer, message):
-    model = tiny_model()
-    model.model.layers[1].__class__ = layer
-    with pytest.raises(RuntimeError, match=message):
-        attach_packed_attention(model)
-    assert model.config._attn_implementation != registration.NAME
-    assert not model.model._forward_pre_hooks
-
-
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
-FREQUENCIES = {
-    "phi3": (8, {"rope_parameters": {"rope_theta": 1e4, **LONGROPE}, "original_max_position_embeddings": 8}),
-    "llama": (64, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}),
-}
-
-
-@pytest.mark.parametrize("family", FREQUENCIES)
-def test_samples_beyond_the_length_where_rotary_frequencies_follow_the_longest_one_are_refused(family):
-    longest, options = FREQUENCIES[family]
-    with attach_packed_attention(model := tiny_model(family, **options)):
-        model(**packed_model_kwargs(make_batch([longest, 3])))
-        with pytest.raises(ValueError, match=rf"{longest + 1} tokens, but beyond {longest} the rotary frequencies of .*Model depend"):
-            model(**packed_model_kwargs(make_batch([longest + 1, 3])))
-
-
-def test_a_model_on_the_meta_device_is_attached_without_a_probe():
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config())
-    check_model(model)
-    assert attach_packed_attention(model).attached
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "sp_size", "fits"), [(6, 3, 4, True), (3, 3, 4, False), (8, 1, 8, True), (14, 2, 4, True), (8, 2, 9, False)]
-)
-def test_impossible_head_counts_are_refused_from_the_config_alone(heads, kv_heads, sp_size, fits):
-    config = tiny_config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=4 * heads)
-    if fits:
-        check_heads(config, sp_size)
-    else:
-        with pytest.raises(
-            ValueError, match=f"sequence_parallel_size={sp_size} needs at least {sp_size} attention heads but .* has {heads}"
-        ):
-            check_heads(config, sp_size)
-
-
-def test_an_empty_batch_cannot_be_run():
-    batch = make_batch()
-    with pytest.raises(ValueError, match=r"PackedBatch\.filler"):
-        packed_model_kwargs(PackedBatch.empty(batch.schema))
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_under_autocast_packed_samples_equal_the_same_samples_alone(family):
-    model, batch = tiny_model(family), make_batch()
+    model, batch = tiny_model(family), token_batch()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         expected = alone(model, batch)
         with attach_packed_attention(model):

@@ -1,6 +1,7 @@
 """Tiny random causal LMs of the families that packed attention promises to run."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,6 +96,12 @@ def noisy_model(kind: str = "Llama", seed: int = 0, **changes: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
+
+
+def token_batch(lengths: Sequence[int] = (5, 1, 9, 3), seed: int = 0) -> PackedBatch:
+    """Samples of random tokens, all of them scored."""
+    generator = torch.Generator().manual_seed(seed)
+    return PackedBatch.from_samples([{"input_ids": torch.randint(1, VOCAB, (length,), generator=generator)} for length in lengths])
 
 
 def response_batch(*lengths: int, seed: int = 0, prompt: int = 2) -> PackedBatch:
