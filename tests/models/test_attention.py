@@ -6,10 +6,7 @@ import importlib
 import pytest
 import torch
 from tiny_models import FAMILIES, VOCAB, checkpoint_layers, tiny_config, tiny_model, token_batch
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-)
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models import registration
