@@ -177,8 +177,9 @@ class RolloutSampler:
         return responses
 
     def _check_vocabulary(self, responses: Sequence[Response]) -> None:
-        size: int | None = getattr(self.module.policy.model.get_input_embeddings(), "num_embeddings", None)
-        if size is None:
+        embeddings = getattr(self.module.policy.model, "get_input_embeddings", lambda: None)()
+        size: int | None = getattr(embeddings, "num_embeddings", None)
+        if size is None:  # a model of the user's own, which may take anything
             return
         for response in responses:
             prompt = self.prompts.prompts[response.prompt][:80]
