@@ -31,7 +31,7 @@ class Strategy:
 def guarded_rank(rank, port, files, main):
     """Run a function like a Trainer's; write its result, or the error, or what this process says before it ends itself."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=3))
     sys.stderr = files[rank].open("w")
     strategy = Strategy()
     strategy.failure_report = FailureReport(rank, 2, "run", patience=2.0, grace=GRACE)

@@ -1,7 +1,7 @@
 """Whichever rank fails in whichever phase: every rank ends within seconds, and says what happened where."""
 
+import multiprocessing
 import os
-import tempfile
 import time
 import warnings
 
@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
+from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.testing import run_distributed
 from lightning_rlbatch.testing.distributed import free_port
 from tests.helpers import make_trainer
@@ -17,61 +18,40 @@ from tests.strategies.faults import APART, RANKS, SETUP, TOGETHER, exit_early, f
 from tests.strategies.runs import ppo, prompt_rows, rollouts, sft, sft_data
 
 
-def on_ranks(world_size, *args, expect_dead=(), **kwargs):
-    """Run faulty_run on forked ranks; return results per rank, with None for ranks that were to be killed."""
-
-    def main(rank, size):
-        return faulty_run(rank, size, *args, **kwargs)
-
-    if not expect_dead:
-        return run_distributed(main, world_size, init_process_group=False, timeout=60)
-    reports = {}
-
-    def main_reporting(rank, size, folder):
-        result = main(rank, size)
-        torch.save(result, f"{folder}/{rank}")
-        return result
-
-    with tempfile.TemporaryDirectory() as folder:
-        with pytest.raises(AssertionError, match="died without a result"):
-            run_distributed(main_reporting, world_size, folder, init_process_group=False, timeout=60)
-        for name in os.listdir(folder):
-            reports[int(name)] = torch.load(f"{folder}/{name}")
-    assert reports.keys() == set(range(world_size)) - set(expect_dead)
-    return reports
-
-
-def matrix(cases, action, folder):
+def matrix(cases, *args, **options):
     """Return the results of :func:`matrix_rows` by case."""
-    return dict(zip(cases, matrix_rows(cases, action, folder)))
+    return dict(zip(cases, matrix_rows(cases, *args, **options)))
 
 
-def matrix_rows(cases, action, folder):
-    """Run several worlds of two ranks at once, each with one fault; return the results per case, None for a rank that was killed.
+def matrix_rows(cases, action, folder, *, size=2, linger=lambda number, rank: time.sleep(1.0), saves=True):
+    """Run several worlds at once, each with one fault; return the results per case, None for a rank that was killed.
 
     Args:
         cases: (phase, rank of the fault) per world.
         action: What happens there; or one per case.
         folder: For results and checkpoints.
+        size: Ranks of each world.
+        linger: What a rank does with world number and rank before it ends: others may still be using its connections.
+        saves: Whether checkpoints are written.
     """
     ports = [free_port() for _ in cases]
 
     def main(process, _):
-        number, rank = divmod(process, 2)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=str(ports[number]))
+        number, rank = divmod(process, size)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(ports[number]))
         (phase, bad_rank), act = cases[number], action if callable(action) else action[number]
         file = folder / f"{process}.pt"
         child = os.fork()  # a killed rank must not end this process, which reports it
         if child == 0:
-            saver = ModelCheckpoint(str(folder / str(number)), every_n_epochs=1, save_top_k=-1)
-            torch.save(faulty_run(rank, 2, phase, bad_rank, act, callbacks=(saver,)), file)
-            time.sleep(1.0)  # the other rank may still be using this one's connections
+            savers = (ModelCheckpoint(str(folder / str(number)), every_n_epochs=1, save_top_k=-1),) if saves else ()
+            torch.save(faulty_run(rank, size, phase, bad_rank, act, callbacks=savers), file)
+            linger(number, rank)
             os._exit(0)
         os.waitpid(child, 0)
         return torch.load(file) if file.exists() else None
 
-    results = run_distributed(main, 2 * len(cases), init_process_group=False, timeout=80)
-    return [results[first : first + 2] for first in range(0, len(results), 2)]
+    results = run_distributed(main, size * len(cases), init_process_group=False, timeout=80)
+    return [results[first : first + size] for first in range(0, len(results), size)]
 
 
 @pytest.mark.parametrize("bad_rank", RANKS)
@@ -182,11 +162,26 @@ def test_sigterm_on_one_rank_in_any_phase_ends_all_ranks_after_the_same_step_and
         assert torch.load(saved, weights_only=True)["global_step"] == one[1], case
 
 
-def test_with_three_ranks_both_others_name_the_one_that_failed_and_the_one_that_was_killed():
-    failed = on_ranks(3, "loss", 1, raise_boom)
+def test_with_three_ranks_both_others_name_the_one_that_failed_and_the_one_that_was_killed(tmp_path):
+    failed, killed = matrix_rows([("loss", 1), ("loss", 2)], [raise_boom, kill], tmp_path, size=3, saves=False)
     assert all("Rank 1 failed" in failed[rank][1] for rank in (0, 2))
-    killed = on_ranks(3, "loss", 2, kill, expect_dead=(2,))
     assert all("Rank 2 was lost" in killed[rank][1] for rank in (0, 1))
+
+
+def test_ranks_that_have_built_their_models_notice_one_that_could_not_although_the_backend_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(FailureReport, "_leave_groups", lambda self: None)  # as with NCCL: the failed rank's connections stay
+    noticed = [multiprocessing.Event() for _ in RANKS]
+
+    def linger(bad_rank, rank):
+        noticed[bad_rank].wait(30) if rank == bad_rank else noticed[bad_rank].set()
+
+    cases = [("model loading", bad_rank) for bad_rank in RANKS]
+    for (_, bad_rank), results in matrix(cases, raise_boom, tmp_path, linger=linger, saves=False).items():
+        assert results[bad_rank][:2] == ("BoomError", "the cause")
+        other = results[1 - bad_rank]
+        assert other is not None, "it was waiting in native code, and its process was ended"
+        assert other[0] == "PeerFailedError"
+        assert f"Rank {bad_rank} failed: BoomError: the cause" in other[1]
 
 
 def test_a_checkpoint_on_exception_neither_blocks_nor_hides_the_error(tmp_path):
@@ -194,7 +189,9 @@ def test_a_checkpoint_on_exception_neither_blocks_nor_hides_the_error(tmp_path):
         ModelCheckpoint(dirpath=str(tmp_path), save_on_exception=True, save_on_train_epoch_end=True),
         OnExceptionCheckpoint(str(tmp_path), "on_exception"),
     ]
-    results = on_ranks(2, "loss", 1, raise_boom, callbacks=savers)
+    results = run_distributed(
+        lambda rank, size: faulty_run(rank, size, "loss", 1, raise_boom, callbacks=savers), 2, init_process_group=False, timeout=60
+    )
     assert results[1][:2] == ("BoomError", "the cause")
     assert "Rank 1 failed in" not in results[0][1]
     assert "BoomError: the cause" in results[0][1]
