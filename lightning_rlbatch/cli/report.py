@@ -120,7 +120,7 @@ def _tiles(run: RunMetrics) -> str:
     found.append(("iterations", len(epochs)))
     last = [
         ("reward", "reward/mean"),
-        *held_out(run),
+        *held_out(run, of_several=False),
         ("entropy", "train/entropy"),
         ("response tokens", "length/mean"),
         ("efficiency of plans", "balance/plan/efficiency"),

@@ -26,7 +26,7 @@ def _learning(run: RunMetrics) -> list[Chart]:
             "Reward and held-out score",
             [
                 Series("reward (training)", run.first_of_iterations("reward/mean"), 0, smooth=True),
-                *(Series(label, run.points(name), 1 + index, dots=True) for index, (label, name) in enumerate(held_out(run))),
+                *(Series(label, run.points(name), 1 + index % 5, dots=True) for index, (label, name) in enumerate(held_out(run))),
             ],
             missing="Rewards are logged by PPOModule; set val_prompts for a held-out score.",
         ),
@@ -54,17 +54,29 @@ def _learning(run: RunMetrics) -> list[Chart]:
     ]
 
 
-def held_out(run: RunMetrics) -> list[tuple[str, str]]:
+def held_out(run: RunMetrics, *, of_several: bool = True) -> list[tuple[str, str]]:
     """Return (label, column) of the held-out rewards: the mean, and the functions whose rewards are not the mean itself.
 
     Args:
         run: What was logged.
+        of_several: Whether scores of several answers to a prompt belong to them, each for its largest number of answers.
     """
     mean = "val/reward/mean"
     names = _starting(run, "val/reward/")
-    parts = [name for name in names if name != mean and run.points(name) != run.points(mean)]
+    counts: dict[str, list[int]] = {}
+    for name in names:
+        kind, _, number = name.rpartition("_")
+        if kind.endswith(("/best_of", "/majority_of")) and number.isdigit():
+            counts.setdefault(kind, []).append(int(number))
+    several = {f"{kind}_{number}": number == max(numbers) and of_several for kind, numbers in counts.items() for number in numbers}
+    parts = [name for name in names if several.get(name, True) and name != mean and run.points(name) != run.points(mean)]
     whole = [("held-out", mean)] if mean in names else []
-    return whole + [(f"held-out {name.rpartition('/')[2]}", name) for name in parts]
+    return whole + [(f"held-out {_words(name)}", name) for name in parts]
+
+
+def _words(name: str) -> str:
+    last = name.rpartition("/")[2]
+    return last.replace("_", " ") if last.startswith(("best_of_", "majority_of_")) else last
 
 
 def _updates(run: RunMetrics, max_grad_norm: float | None) -> list[Chart]:
@@ -92,7 +104,7 @@ def _updates(run: RunMetrics, max_grad_norm: float | None) -> list[Chart]:
         ),
         Chart(
             "Gradient norm before clipping",
-            [Series(name.rpartition("/")[2], run.points(name), index, smooth=True) for index, name in enumerate(roles)],
+            [Series(name.rpartition("/")[2], run.points(name), index % 6, smooth=True) for index, name in enumerate(roles)],
             missing="No module of this package trained.",
             lines=[] if max_grad_norm is None else [(f"clipped above {max_grad_norm:g}", max_grad_norm)],
         ),

@@ -51,8 +51,8 @@ def healthy(**changes):
     }
 
 
-# Thresholds were chosen on the runs without a seed in their names and on collapse and sound runs of seeds 11 and 12; seeds 13 and 14 were
-# run afterwards.
+# Thresholds were chosen on the runs without a seed in their names and on collapse and sound runs of seeds 11 and 12; seeds 13, 14 and 21
+# to 23 were run afterwards. One was changed then, the speed of entropy, which was too close to that of sound runs.
 @pytest.mark.parametrize("run", [name for name in RUNS if name.startswith(("sound", "partial credit without"))])
 def test_a_sound_run_has_no_diagnosis(run):
     assert first_seen(RUNS[run]) == {}
@@ -61,8 +61,8 @@ def test_a_sound_run_has_no_diagnosis(run):
 @pytest.mark.parametrize(
     ("kind", "rule", "latest"),
     [
-        ("entropy collapse", "entropy_collapse", 9),
-        ("reward hacking", "reward_hacking_by_length", 12),
+        ("entropy collapse", "entropy_collapse", 13),
+        ("reward hacking", "reward_hacking_by_length", 15),
         ("high learning rate, few rollouts", "zero_variance_groups", 36),
         ("high learning rate, few rollouts", "starving_prompts", 55),
     ],

@@ -189,6 +189,15 @@ def test_a_held_out_reward_that_is_the_mean_itself_is_drawn_once(tmp_path):
     assert [("held-out exact" in labels, "held-out" in labels) for labels in curves] == [(False, True), (True, True)]
 
 
+def test_scores_of_several_answers_are_drawn_for_the_largest_number_of_them_alone(tmp_path):
+    kinds = ("best_of_2", "best_of_4", "best_of_16", "majority_of_8")
+    columns = {f"val/reward/{kind}": lambda step, index=index: index + step for index, kind in enumerate(kinds)}
+    text = report(write_run(tmp_path / "run", {"val/reward/mean": lambda step: 0.5, **columns}))
+    labels = [curve["label"] for curve in Page(text).plots[0]]
+    assert labels == ["held-out", "held-out best of 16", "held-out majority of 8", "held-out score"]
+    assert "best of" not in text.partition("</div><h2>")[0].partition("<h2>Doctor")[0]  # no tile
+
+
 def test_metrics_are_found_in_the_newest_version_folder(tmp_path):
     for version in (2, 10, 9):
         write_run(tmp_path / "logs" / f"version_{version}")
