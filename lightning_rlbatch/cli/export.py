@@ -2,19 +2,15 @@
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoTokenizer
 
 from lightning_rlbatch.callbacks.export import save_pretrained
 from lightning_rlbatch.modules.model_sources import load_model
-from lightning_rlbatch.strategies.sharded import METADATA
+from lightning_rlbatch.strategies.sharded import METADATA, fill_alone, outline, read_meta
 
 
 def main(arguments: list[str]) -> int:
@@ -63,26 +59,17 @@ def read_model(path: Path, prefix: str) -> tuple[dict[str, Tensor], object]:
         ValueError: It holds nothing under the prefix.
     """
     if (path / METADATA).is_file():
-        meta = torch.load(path / METADATA, map_location="cpu", weights_only=True)
-        stored = FileSystemReader(path).read_metadata().state_dict_metadata
-        whole = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in stored.items()
-            if key.startswith(f"state_dict.{prefix}") and isinstance(entry, TensorStorageMetadata)
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process runs alone, on purpose
-            load(whole, checkpoint_id=str(path), no_dist=True)
-        weights = {key.removeprefix("state_dict."): value for key, value in whole.items()}
-        names = [key.removeprefix("state_dict.") for key in stored if key.startswith("state_dict.")]
+        meta = outline(path, read_meta(path, weights_only=True))
+        stored = meta["state_dict"]
+        weights = {name: torch.empty_like(value) for name, value in stored.items() if name.startswith(prefix) and isinstance(value, Tensor)}
+        fill_alone(path, weights, weights.keys())
     elif path.is_file():
         meta = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        weights = meta["state_dict"]
-        names = list(weights)
+        weights = stored = meta["state_dict"]
     else:
         raise FileNotFoundError(f"no checkpoint at {path}: expected a file, or a folder with {METADATA}")
     state = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not state:
-        roots = sorted({name.split(".")[0] for name in names})
+        roots = sorted({name.split(".")[0] for name in stored})
         raise ValueError(f"{path} holds no weights under {prefix!r}, only under {roots}. Pass --prefix.")
     return state, meta.get("hyper_parameters", {}).get("policy")

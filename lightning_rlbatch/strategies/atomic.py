@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -84,10 +85,14 @@ def writing(path: Path, new: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         with suppress(OSError):
             discard(new)
-        raise RuntimeError(
-            f"{path} could not be written ({_cause(error)}). Older checkpoints are as they were. Make room on the disk,"
-            " or give the callback a dirpath that can be written."
-        ) from error
+        cause = _cause(error)
+        advice = (
+            "The state of a module, data module or callback must be of tensors and plain values."
+            if isinstance(cause, (pickle.PicklingError, TypeError, AttributeError))
+            else "Make room on the disk, or give the callback a dirpath that can be written."
+        )
+        text = f"{path} could not be written ({type(cause).__name__}: {cause}). Older checkpoints are as they were. {advice}"
+        raise RuntimeError(text) from error
 
 
 @contextmanager
@@ -103,13 +108,14 @@ def reading(path: _PATH) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:
-        raise RuntimeError(f"{path} is no checkpoint, or a damaged one ({_cause(error)}).") from error
+        cause = _cause(error)
+        raise RuntimeError(f"{path} is no checkpoint, or a damaged one ({type(cause).__name__}: {cause}).") from error
 
 
-def _cause(error: BaseException) -> str:
+def _cause(error: BaseException) -> BaseException:
+    """Return the first rank's error where several ranks have written or read together."""
     failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-    cause = failures[0][0] if failures else error
-    return f"{type(cause).__name__}: {cause}"
+    return failures[0][0] if failures else error
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -150,6 +150,28 @@ def test_a_checkpoint_that_rank_zero_cannot_write_is_an_error_of_all_ranks_in_st
         assert all("step=1.ckpt could not be written (NotADirectoryError" in text and not lost for text, lost in errors)
 
 
+def test_a_state_that_cannot_be_stored_is_an_error_of_all_ranks_in_step_that_says_so(tmp_path):
+    class Locked(Callback):
+        def state_dict(self):
+            return {"lock": threading.Lock()}
+
+    def main(rank, size):
+        errors = []
+        for sharded in (False, True):
+            plan = RLBatchFSDPStrategy(save_distributed_checkpoint=sharded)
+            trainer = make_trainer(size, plan, max_epochs=1, callbacks=[Locked(), linked(tmp_path)], enable_checkpointing=True)
+            try:
+                trainer.fit(sft(), datamodule=sft_data())
+            except RuntimeError as error:
+                errors.append((str(error), plan.collectives_are_lost))
+        return errors
+
+    for errors in on_ranks(main):
+        assert len(errors) == 2
+        assert all("must be of tensors and plain values" in text and not lost for text, lost in errors)
+    assert list(tmp_path.glob("*.ckpt")) == []
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
 def test_an_error_while_a_checkpoint_is_being_written_lets_it_become_complete(sharded, tmp_path):
     def main(rank, size):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_rlbatch.strategies.failure import FailureReport, Guarded
 from lightning_rlbatch.testing.distributed import free_port
 
-GRACE = 1.0  # seconds that a rank gets to end by itself
+GRACE = 0.5  # seconds that a rank gets to end by itself
 LONG = 40.0
 
 
@@ -34,7 +34,7 @@ def guarded_rank(rank, port, files, main):
     group = dist.new_group(timeout=timedelta(seconds=3))
     sys.stderr = files[rank].open("w")
     strategy = Strategy()
-    strategy.failure_report = FailureReport(rank, 2, "run", patience=2.0, grace=GRACE)
+    strategy.failure_report = FailureReport(rank, 2, "run", patience=1.0, grace=GRACE)
     try:
         said = Guarded(strategy, main)(rank, strategy.failure_report, group)
     except BaseException as error:
@@ -109,7 +109,7 @@ def rank_one_fails_before_it_meets(rank, report, group):
 def rank_one_has_more_to_do(rank, report, group):
     report.meet(group)
     if rank == 1:
-        sleep_in_native_code(2 * GRACE + 3.0)
+        sleep_in_native_code(GRACE + 3.0)
     return "done"
 
 

@@ -184,6 +184,7 @@ def test_fork_starts_the_ranks_from_a_plain_process_and_brings_the_weights_back(
         for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR"):
             os.environ.pop(name, None)
         multiprocessing.current_process()._config["daemon"] = False  # a daemon may not have children
+        torch.cuda._is_in_bad_fork = lambda: False  # a child of a torch with CUDA must not use CUDA, and this one does not
         module = sft(optimizer=momentum)
         trainer = make_trainer(2, RLBatchFSDPStrategy(start_method="fork"), max_epochs=1)
         module.configure_model()  # so that the parent has somewhere to put the weights
