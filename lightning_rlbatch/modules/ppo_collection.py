@@ -101,6 +101,8 @@ class PPOCollection(PPORoles):
         Args:
             store: Rollouts on the ranks that train on them.
         """
+        if SAMPLED_MASK in store.samples:  # recorded by a run that left some tokens out of its loss
+            store.update(per_token={"response_mask": store.samples[SAMPLED_MASK]})
         with scoring_context(self):
             score_rollouts(self, store)
             self._collection_metrics = RolloutPreparation(self, store).run()

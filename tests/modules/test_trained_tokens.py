@@ -1,13 +1,14 @@
 """What is known of collected rollouts and what of them is trained on: one forward pass per model, statistics of all, losses of some."""
 
 import dataclasses
+import tempfile
 
 import pytest
 import torch
 from hand_made import ScriptedEngine, ScriptedPPO, prompts, varied_reward
 from helpers import StepRecorder, ToyTokenizer, make_trainer, sgd, tiny_llama
 
-from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.data import ReplayDataModule, RolloutDataModule
 from lightning_rlbatch.functional import GAE, GDPO, GRPO, GSPO, OPO, OTB, FixedKL, FunctionLoss, ReMax, group_advantages, opo_advantages
 from lightning_rlbatch.functional.segments import segment_sum
 from lightning_rlbatch.modules import PPOModule
@@ -76,6 +77,14 @@ def no_greedy_verdict(prompts, completion_ids):
     return [None if set(ids) == {3} and prompt in ("c", "d") else float(sum(ids) % 7) for prompt, ids in zip(prompts, completion_ids)]
 
 
+def replay(folder, **options):
+    """Return metrics of the first update of a run that scores the recorded rollouts again."""
+    module, recorder = Recorded(tiny_llama, [varied_reward], optimizer=sgd, **options), StepRecorder()
+    data = ReplayDataModule(folder, mini_batch_size=6, max_tokens_per_rank=200, rescore=True)
+    make_trainer(1, "auto", callbacks=[recorder], max_epochs=1).fit(module, datamodule=data)
+    return recorder.metrics[0]
+
+
 RUNS = {
     "plain": {},
     "values": {"critic": "shared", "advantage": GAE()},
@@ -95,6 +104,10 @@ def run_all(rank, world_size):
     for name, options in RUNS.items():
         store, metrics, forwards = collect(**options)
         results[name] = (store.samples, store.group_ids, metrics, forwards)
+    with tempfile.TemporaryDirectory() as folder:
+        options = RUNS["truncated, lengths"]
+        collect(**options, record_rollouts=folder)
+        results["replays"] = [replay(folder, **options), replay(folder, advantage=OPO())]
     return results
 
 
@@ -155,6 +168,13 @@ def test_rewards_and_lengths_of_responses_left_out_of_the_loss_count_in_their_gr
         found = samples["advantages"].double()
         torch.testing.assert_close(found, torch.where(samples["response_mask"], expected, 0), rtol=1e-4, atol=1e-5)
         assert found.abs().max() > 0.1
+
+
+def test_rollouts_recorded_without_some_tokens_are_scored_again_with_all_of_them(runs):
+    with_filter, without = runs["replays"]
+    assert with_filter["train/loss"] == pytest.approx(runs["truncated, lengths"][2]["train/loss"], rel=1e-4, abs=1e-6)
+    assert with_filter["train/num_sequences"] == 6
+    assert without["train/num_sequences"] == 12
 
 
 def test_the_effective_sample_size_of_the_correction_counts_tokens_left_out_as_lost(runs):
