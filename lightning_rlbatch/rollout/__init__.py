@@ -10,7 +10,7 @@ from lightning_rlbatch.rollout.engine import (
     WeightStream,
     rollout_seed,
 )
-from lightning_rlbatch.rollout.engine_config import EngineConfig, TransformersEngineConfig, VLLMEngineConfig
+from lightning_rlbatch.rollout.engine_config import EngineConfig, ReplayEngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from lightning_rlbatch.rollout.engine_problems import EngineContext
 from lightning_rlbatch.rollout.replay_engine import RecordedCompletion, RecordingEngine, ReplayEngine
 from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
@@ -25,6 +25,7 @@ __all__ = [
     "RecordedCompletion",
     "RecordingEngine",
     "ReplayEngine",
+    "ReplayEngineConfig",
     "RolloutEngine",
     "RolloutRequest",
     "SamplingParams",

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -19,6 +20,8 @@ from lightning_rlbatch.rollout.engine_problems import (
     vllm_problems,
     vllm_range_problems,
 )
+from lightning_rlbatch.rollout.recorded_files import recorded_files
+from lightning_rlbatch.rollout.replay_engine import ReplayEngine
 from lightning_rlbatch.rollout.transformers_engine import DecodingMethod, TransformersEngine, cast_parameters
 from lightning_rlbatch.rollout.vllm_engine import VLLMEngine
 from lightning_rlbatch.rollout.weights import check_mergeable
@@ -169,6 +172,32 @@ class VLLMEngineConfig(EngineConfig):
             logprobs_mode="raw_logprobs" if context.cuts else "processed_logprobs",
             sleep_level=self.sleep_level,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayEngineConfig(EngineConfig):
+    """Serve recorded completions with :class:`ReplayEngine` instead of sampling: to debug rewards, environments or the trainer.
+
+    The run's prompts, seed and sizes are those of the recorded one. To train on recorded rewards and log-probs as well, use
+    ``ReplayDataModule``.
+
+    Args:
+        path: File or folder with token ids: of ``RolloutRecorder``, of :class:`RecordingEngine`, or of a generator of your own.
+
+    Raises:
+        FileNotFoundError: There is nothing of this name; before a model is loaded.
+    """
+
+    path: str
+
+    def check(self, context: EngineContext) -> None:
+        """See :meth:`EngineConfig.check`."""
+        super().check(context)
+        recorded_files(Path(self.path))
+
+    def build(self, model: PreTrainedModel, context: EngineContext) -> ReplayEngine:
+        """See :meth:`EngineConfig.build`; every rank reads all of the files."""
+        return ReplayEngine.from_file(self.path)
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lightning_rlbatch.rollout.engine import (
     SamplingParams,
     WeightStream,
 )
+from lightning_rlbatch.rollout.recorded_files import recorded_files, turns_of_recording
 from lightning_rlbatch.rollout.row_files import completion_text, rows_of_file
 
 
@@ -66,22 +67,25 @@ class ReplayEngine:
     def from_file(
         cls, path: str | os.PathLike[str], *, encode: Callable[[Any], Sequence[int]] | None = None, eos_token_id: int | None = None
     ) -> "ReplayEngine":
-        """Read a file of one object per completion, JSON lines or Parquet.
+        """Read recorded completions.
 
-        Rows are those of :class:`RecordingEngine`, or texts as verl (``input``, ``output``) and TRL (``prompt``, ``completion``) dump
+        A file has one object per completion, as JSON lines or Parquet: rows of :class:`RecordingEngine`, rows of a generator of your own
+        with ``prompt_ids`` and ``completion_ids``, or texts as verl (``input``, ``output``) and TRL (``prompt``, ``completion``) dump
         them. Texts are tokenized again, and their log-probs are NaN: let the trainer compute old log-probs, and correct for no mismatch.
-        A last line that breaks off is left out with a warning.
+        A last line that breaks off is left out with a warning. What ``RolloutRecorder`` wrote is read too, and served to the requests of
+        the run that was recorded, turn by turn.
 
         Args:
-            path: The file.
+            path: The file, or a folder of such files.
             encode: Needed for texts: turns a text into token ids, without special tokens around it, such as the tokenizer's ``encode``;
                 and the messages of a conversation, if prompts are conversations.
             eos_token_id: Appended to the completions of texts, which leave it out.
 
         Raises:
+            FileNotFoundError: There is nothing of this name.
             ValueError: If a row is neither of these; the message names its line.
         """
-        return cls(_record(row, place, encode, eos_token_id) for place, row in rows_of_file(Path(path), on_cut=warnings.warn))
+        return cls(record for file in recorded_files(Path(path)) for record in _records(file, encode, eos_token_id))
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, on_progress: ProgressCallback | None = None
@@ -188,6 +192,13 @@ def _cut(completion: Completion, sampling: SamplingParams, limit: int) -> Comple
     return completion
 
 
+def _records(file: Path, encode: Callable[[Any], Sequence[int]] | None, eos: int | None) -> Iterator[RecordedCompletion]:
+    if file.suffix == ".safetensors":
+        yield from (RecordedCompletion(*turn) for turn in turns_of_recording(file))
+    else:
+        yield from (_record(row, place, encode, eos) for place, row in rows_of_file(file, on_cut=warnings.warn))
+
+
 def _record(row: Mapping[str, Any], place: str, encode: Callable[[Any], Sequence[int]] | None, eos: int | None) -> RecordedCompletion:
     try:
         return _read(row, encode, eos)
@@ -196,11 +207,12 @@ def _record(row: Mapping[str, Any], place: str, encode: Callable[[Any], Sequence
 
 
 def _read(row: Mapping[str, Any], encode: Callable[[Any], Sequence[int]] | None, eos: int | None) -> RecordedCompletion:
-    if {"prompt_ids", "token_ids"} <= row.keys():
-        tokens, given = _token_ids(row, "token_ids"), row.get("log_probs")
+    name = "completion_ids" if "completion_ids" in row else "token_ids"
+    if {"prompt_ids", name} <= row.keys():
+        tokens, given = _token_ids(row, name), row.get("log_probs")
         log_probs = [math.nan] * len(tokens) if given is None else [math.nan if value is None else float(value) for value in given]
         if len(log_probs) != len(tokens):
-            raise ValueError(f"{len(tokens)} token_ids need as many log_probs but there are {len(log_probs)}")
+            raise ValueError(f"{len(tokens)} {name} need as many log_probs but there are {len(log_probs)}")
         reason: FinishReason = "length" if row.get("finish_reason") == "length" else "stop"
         return RecordedCompletion(tuple(_token_ids(row, "prompt_ids")), Completion(tokens, log_probs, reason), row.get("seed"))
     for prompt, completion in (("prompt", "completion"), ("input", "output")):

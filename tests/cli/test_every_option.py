@@ -193,6 +193,7 @@ TRIED = {
         "dtype": "rollout/test_weights.py::test_the_engine_may_hold_its_copy_in_half_precision",
         "attn_implementation": f"{ENGINES}_options_of_the_transformers_engine_arrive",
     },
+    "ReplayEngineConfig": {"path": "rollout/test_replaying_runs.py::test_a_recorded_run_is_served_again_turn_by_turn_on_any_ranks"},
     "VLLMEngineConfig": dict.fromkeys(
         (
             "model",
