@@ -15,7 +15,7 @@ from lightning_rlbatch.distributed.reductions import (
     gradient_scale,
 )
 from lightning_rlbatch.distributed.ulysses import gather_sequence, pad_seq_lens, shard_sequence, ulysses_attention
-from lightning_rlbatch.distributed.whole import whole_tensor
+from lightning_rlbatch.distributed.whole import reshard, whole_tensor
 
 __all__ = [
     "CollectiveCheck",
@@ -37,6 +37,7 @@ __all__ = [
     "max_num_micro_steps",
     "pad_seq_lens",
     "plan_destinations",
+    "reshard",
     "shard_sequence",
     "single_process_meshes",
     "ulysses_attention",

@@ -1,11 +1,23 @@
-"""Put a sharded tensor together in no more memory than its own size."""
+"""Put what FSDP2 sharded together again, in no more memory than a tensor's own size."""
 
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+def reshard(module: nn.Module) -> None:
+    """Make every parameter a shard again: a root stays gathered after a forward without gradient, its parameters are then no DTensors.
+
+    Args:
+        module: Any module with FSDP2 modules in it.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

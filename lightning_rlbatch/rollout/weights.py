@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from lightning_rlbatch.distributed.whole import whole_tensor
+from lightning_rlbatch.distributed.whole import reshard, whole_tensor
 
 _BASE = "base_layer."
 
@@ -30,9 +29,7 @@ def full_parameters(module: nn.Module, *, merge_adapters: bool = False) -> Itera
     Raises:
         ValueError: Adapters that are more than an addition to the weight (DoRA and other variants) cannot be merged like this.
     """
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()  # a root stays gathered after a forward without gradient; its parameters are then no DTensors
+    reshard(module)
     adapters = _adapters(module) if merge_adapters else {}
     with torch.no_grad():
         for name, parameter in module.named_parameters():

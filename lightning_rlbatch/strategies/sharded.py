@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_rlbatch.distributed.whole import reshard
 from lightning_rlbatch.strategies.atomic import reading, save_bytes, sync_folder
-from lightning_rlbatch.strategies.state import check_names, param_groups, parameters_by_id, reshard
+from lightning_rlbatch.strategies.state import check_names, param_groups, parameters_by_id
 
 METADATA = "meta.pt"  # the name under which Lightning's own tools (consolidate_checkpoint) look for it
 _MODEL = "state_dict"

@@ -6,22 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_rlbatch.distributed.whole import whole_tensor
-
-
-def reshard(module: nn.Module) -> None:
-    """Make every parameter a shard again: a root stays gathered after a forward without gradient.
-
-    Args:
-        module: Any module with FSDP2 modules in it.
-    """
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
+from lightning_rlbatch.distributed.whole import reshard, whole_tensor
 
 
 def gathered(tensor: Tensor, *, keep: bool) -> Tensor | None:
