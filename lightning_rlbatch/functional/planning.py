@@ -67,7 +67,8 @@ def plan_mini_batch(
         refine: False plans about ten times faster at a slightly larger cost (``planner="global"`` with a token budget only).
 
     Returns:
-        The plan, the same for equal input. Fillers (``[]``) appear only where a rank has too few samples.
+        The plan, the same for equal input. Fillers (``[]``) appear only where a rank has too few samples; with ``micro_batch_size``, too
+        few for one more micro-batch of that size.
 
     Raises:
         TypeError: A value is not an integer, or a flag not a bool.
