@@ -308,7 +308,7 @@ def test_a_kl_penalty_in_the_reward_beside_rewards_normalized_one_by_one_is_refu
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
         ({"validation_temperature": -1.0}, "validation_temperature to be at least 0"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " and ".join(value),
 )
 def test_a_setting_out_of_range_is_refused_when_the_module_is_made_not_after_its_first_rollouts(options, words):
     with pytest.raises(ValueError, match=words):
