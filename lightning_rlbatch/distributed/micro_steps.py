@@ -20,12 +20,14 @@ def max_num_micro_steps(local: int, group: dist.ProcessGroup | None) -> int:
         The maximum, the same on every rank.
 
     Raises:
-        ValueError: ``local`` is negative.
+        ValueError: ``local`` is negative on some rank; the same error on every rank.
     """
-    if local < 0:
-        raise ValueError(f"`local` must not be negative but got {local}.")
-    if not dist.is_available() or not dist.is_initialized():
-        return local
-    count = torch.tensor([local], dtype=torch.int64, device=collective_device(dist.group.WORLD if group is None else group))
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    return int(count.item())
+    largest, smallest = local, local
+    if dist.is_available() and dist.is_initialized():
+        device = collective_device(dist.group.WORLD if group is None else group)
+        bounds = torch.tensor([local, -local], dtype=torch.int64, device=device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        largest, smallest = int(bounds[0]), -int(bounds[1])
+    if smallest < 0:
+        raise ValueError(f"`local` must not be negative but is {smallest} on some rank, here {local}.")
+    return largest

@@ -37,6 +37,13 @@ def test_one_process_without_a_group_keeps_its_count():
     assert max_num_micro_steps(3, None) == 3
 
 
-def test_a_negative_count_is_refused():
-    with pytest.raises(ValueError, match="`local` must not be negative but got -1"):
+def _refused(rank, world_size):
+    with pytest.raises(ValueError, match="`local` must not be negative but is -1 on some rank") as refused:
+        max_num_micro_steps(-1 if rank == 1 else 3, dist.group.WORLD)
+    return str(refused.value)
+
+
+def test_a_negative_count_is_refused_on_every_rank():
+    with pytest.raises(ValueError, match="`local` must not be negative but is -1"):
         max_num_micro_steps(-1, None)
+    assert [message[-3:] for message in run_distributed(_refused, 2)] == [" 3.", "-1."]
