@@ -90,6 +90,18 @@ def test_select_keeps_the_given_order_and_may_repeat():
         batch.select([3])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.int8, torch.bfloat16, torch.float8_e5m2, torch.complex64], ids=str)
+def test_select_takes_fields_of_any_dtype_and_lets_gradients_through_others(dtype):
+    numbers = torch.arange(6, dtype=torch.float64 if dtype.is_floating_point or dtype.is_complex else torch.int64)
+    batch = PackedBatch([0, 1, 3, 6], {"input_ids": torch.arange(6), "odd": numbers.to(dtype)}, {"one": numbers[:3].to(dtype)})
+    chosen = batch.select([2, 0])
+    assert chosen["odd"].tolist() == [3, 4, 5, 0]
+    assert chosen["one"].tolist() == [2, 0]
+    leaf = torch.ones(6, requires_grad=True)
+    batch.with_fields({"leaf": leaf}).select([1, 1])["leaf"].sum().backward()
+    assert leaf.grad.tolist() == [0, 2, 2, 0, 0, 0]
+
+
 def test_select_by_a_mask_keeps_what_is_true_and_fractions_are_refused():
     batch = PackedBatch([0, 1, 3, 6], {"input_ids": torch.arange(6)})
     for mask in (torch.tensor([True, False, True]), np.array([True, False, True]), [True, False, True]):
