@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,29 @@ def test_the_table_names_layout_parameter_and_verdict() -> None:
     assert "ok" in lines[1]
     assert "DIFFERS  norm.weight" in lines[2]
     assert ParityReport(rows[:1], 1e-5).passed
+
+
+def test_a_few_times_the_rounding_of_the_plain_forward_passes_for_each_kind_of_number_and_a_bound_that_no_fault_is_below() -> None:
+    row = ParityRow("packed", 2e-6, 1e-6, 4e-4, "lm_head.weight", 1e-5)
+    rounding = ParityRow("each alone", 1e-6, 1e-6, 1e-4, "lm_head.weight", 1e-6)
+    report = ParityReport((row,), 1e-5, rounding)
+    assert report.passed
+    assert report.limits == (1e-5, pytest.approx(5e-4))
+    assert "1e-05 (log-probs, entropy) and 5e-04 (gradient, norm) pass: each sample alone differs by 1e-06 and 1e-04" in str(report)
+    assert not ParityReport((dataclasses.replace(row, log_probs=4e-4),), 1e-5, rounding).passed  # passes for a gradient only
+    assert not ParityReport((dataclasses.replace(row, gradient=6e-4),), 1e-5, rounding).passed
+    assert ParityReport((row,), 1e-5, dataclasses.replace(rounding, gradient=3.0)).limits[1] == 5e-2
+    assert not ParityReport((row,), 1e-5, dataclasses.replace(rounding, gradient=float("nan"))).passed
+
+
+def test_rounding_is_measured_in_fp32_and_16_bits_and_faults_are_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = [assert_parity(noisy_model(num_hidden_layers=4).to(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    assert [report.rounding is None for report in reports] == [False, False, True]
+    assert reports[0].limits[1] < 1e-4 < reports[1].limits[1] <= 5e-2
+    no_document_mask(monkeypatch)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(AssertionError, match=r"packed .*DIFFERS"):
+            assert_parity(noisy_model(num_hidden_layers=4).to(dtype))
 
 
 # -- Known bugs, planted on purpose: each must be found. ---------------------------------------------------------------------------
