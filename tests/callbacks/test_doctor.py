@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ from helpers import length_reward, make_trainer, tiny_llama
 from lightning_rlbatch.callbacks import Thresholds, TrainingDoctor, UnhealthyTraining
 from lightning_rlbatch.callbacks.doctor_rules import RULES, History, diagnose
 from lightning_rlbatch.data.batching import BatchingOptions
+from lightning_rlbatch.functional import PolicyLoss
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.testing import run_distributed
 
@@ -121,11 +123,19 @@ def test_missing_metrics_and_nan_leave_the_rules_silent():
 # -- in a run ------------------------------------------------------------------------------------------------------------------------
 
 
-def run(world_size, doctor, *, off=0.5):
+@dataclasses.dataclass(frozen=True)
+class PlainTerms(PolicyLoss):
+    """A user's own loss, which knows nothing of ratios."""
+
+    def compute(self, inputs):
+        return -inputs.advantages * inputs.log_probs
+
+
+def run(world_size, doctor, *, off=0.5, **options):
     """Train on samples whose old log-probs are off by so much, so that the first ratio is not 1; called on forked ranks."""
     samples = with_policy_log_probs(make_samples(SHAPES), tiny_llama(dtype=torch.float64), noise=off)
     trainer = make_trainer(world_size, max_epochs=2, callbacks=[doctor])
-    module = PPOModule(lambda: tiny_llama(dtype=torch.float64), [length_reward], optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    module = PPOModule(lambda: tiny_llama(dtype=torch.float64), [length_reward], optimizer=lambda p: torch.optim.SGD(p, lr=0.0), **options)
     trainer.fit(module, datamodule=HandMadeDataModule(samples, [Step(BatchingOptions(max_tokens_per_rank=30))] * 2))
     return trainer.logger.rows
 
@@ -155,7 +165,7 @@ def test_a_ratio_of_1_is_no_finding_and_strict_mode_stops_all_ranks_together():
         doctor = TrainingDoctor()
         run(world_size, doctor, off=0.0)
         with pytest.raises(UnhealthyTraining, match="first ratio at iteration 0"):
-            run(world_size, TrainingDoctor(strict=True))
+            run(world_size, TrainingDoctor(strict=True), policy_loss=PlainTerms())
         return doctor.diagnoses
 
     assert run_distributed(fn, 2, init_process_group=False) == [[], []]
