@@ -182,9 +182,9 @@ TRIED = {
         "mini_batch_size": "data/test_replay.py::test_a_mini_batch_larger_than_the_recorded_iteration_is_an_error",
         "ppo_epochs": "data/test_replay.py::test_options_without_effect_or_out_of_range_are_errors",
         "rescore": "data/test_replay.py::test_recomputed_log_probs_and_advantages_give_the_recorded_losses",
-        "tokenizer": "data/test_replay.py::test_training_on_a_text_dump_is_the_same_on_two_ranks",
-        "reward_columns": "data/test_replay.py::test_trls_completions_have_their_rewards_summed_from_named_columns",
-        "append_eos": "data/test_replay.py::test_trls_completions_have_their_rewards_summed_from_named_columns",
+        "tokenizer": "data/test_dumps.py::test_training_on_a_text_dump_is_the_same_on_two_ranks",
+        "reward_columns": "data/test_dumps.py::test_trls_completions_have_their_rewards_summed_from_named_columns",
+        "append_eos": "data/test_dumps.py::test_trls_completions_have_their_rewards_summed_from_named_columns",
         "seed": "data/test_replay.py::test_another_seed_is_another_run",
     },
     "TransformersEngineConfig": {

@@ -116,6 +116,8 @@ def test_ranks_that_see_different_recordings_are_told_so(recording, tmp_path):
 def test_options_without_effect_or_out_of_range_are_errors():
     with pytest.raises(ValueError, match="mini_batch_size to be at least 1 but got 0"):
         replay_data("x", mini_batch_size=0)
+    with pytest.raises(ValueError, match="ppo_epochs to be at least 1 but got 0"):
+        replay_data("x", ppo_epochs=0)
     with pytest.raises(ValueError, match="rescore=False is impossible"):
         replay_data("x", tokenizer=Letters, rescore=False)
     with pytest.raises(ValueError, match="effect on text dumps only"):
