@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rlbatch.data.batching import BatchingOptions, Role
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.data.store import RolloutStore, RolloutTable, gather_table
+from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.reductions import all_reduce_max, all_reduce_sums
 from lightning_rlbatch.functional.filters import overlong_penalty, zero_variance_groups
 from lightning_rlbatch.functional.metrics import length_metrics
@@ -82,7 +83,7 @@ class RolloutCollector:
         rollouts = self.sampler.sample_until_useful(sampling, self.module.max_sampling_rounds)
         if self.module.advantage.needs_baseline_rewards:
             self.sampler.greedy_baselines(rollouts, sampling)
-        self.module.rollout_engine.sleep()  # its memory belongs to scoring and the update now
+        let_engine_sleep(self.module)  # its memory belongs to scoring and the update now
         return rollouts
 
     def _with_penalty(self, samples: PackedBatch) -> PackedBatch:
@@ -157,15 +158,34 @@ def add_model_rewards(module: "PPOCollection", rollouts: Sequence[Rollout], opti
 
 
 def sync_weights(module: "PPOCollection") -> None:
-    """Copy the trained policy into the module's rollout engine; collective over all ranks.
+    """Copy the trained policy into the module's rollout engine; collective over all ranks, and an error of one is an error of all.
 
     Args:
         module: The PPO module, its policy sharded or not.
     """
-    engine = module.rollout_engine
+    engine, error = module.rollout_engine, None
+    weights = full_parameters(module.policy.model, merge_adapters=getattr(engine, "merges_adapters", False))
     with asleep_after_errors(module):
-        engine.wake()
-        engine.update_weights(full_parameters(module.policy.model, merge_adapters=getattr(engine, "merges_adapters", False)))
+        try:
+            engine.wake()
+            engine.update_weights(weights)
+        except Exception as caught:
+            error = caught
+        for _ in weights:  # what an engine left: the other ranks wait for this one's part of each parameter
+            pass
+        with fail_together(module.meshes.world_group, "updating the engine's weights"):
+            if error is not None:
+                raise error
+
+
+def let_engine_sleep(module: "PPOCollection") -> None:
+    """Let the module's rollout engine sleep; all ranks call it, and an error of one is an error of all.
+
+    Args:
+        module: The PPO module.
+    """
+    with fail_together(module.meshes.world_group, "letting the engine sleep"):
+        module.rollout_engine.sleep()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from lightning_rlbatch.functional.kl import KLKind
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB
 from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory, default_optimizer
-from lightning_rlbatch.modules.collection import VALIDATION_STREAM, sync_weights
+from lightning_rlbatch.modules.collection import VALIDATION_STREAM, let_engine_sleep, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource
 from lightning_rlbatch.modules.ppo_checks import check_ppo_options, chosen_policy_loss
@@ -213,7 +213,7 @@ class PPOModule(PPOCollection):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        self.rollout_engine.sleep()
+        let_engine_sleep(self)
         metrics = validation_metrics(all_reduce_sums(self._validation_sums, self.meshes.world_group))
         # sync_dist only keeps Lightning from warning: the values are global already, equal on every rank.
         self.log_dict(metrics, batch_size=1, sync_dist=True)
@@ -231,7 +231,7 @@ class PPOModule(PPOCollection):
 
     @override
     def on_predict_epoch_end(self) -> None:
-        self.rollout_engine.sleep()
+        let_engine_sleep(self)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 

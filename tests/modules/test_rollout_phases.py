@@ -1,5 +1,7 @@
 """What happens around rollouts: the engine's memory, the reference model, rewards of a module's own."""
 
+import itertools
+
 import pytest
 import torch
 from hand_made import ScriptedEngine, ScriptedPPO, prompts, varied_reward
@@ -93,6 +95,50 @@ def test_the_engine_sleeps_after_an_error_as_well():
     (seen,) = run_distributed(fn, 1, init_process_group=False)
     for calls in seen.values():
         assert (calls[0], calls[-1], calls.count("sleep")) == ("wake", "sleep", 1)
+
+
+class BreakingEngine(ScriptedEngine):
+    """Raises on rank 1 in one of its methods, or takes only two of the weights there."""
+
+    def __init__(self, phase, rank):
+        self.phase = phase if rank == 1 else None
+
+    def fail_in(self, phase):
+        if phase == self.phase:
+            raise OSError(f"no {phase} today")
+
+    def wake(self):
+        self.fail_in("wake")
+
+    def update_weights(self, weights):
+        taken = [name for name, _ in itertools.islice(weights, 2)]
+        self.fail_in("update")
+        if self.phase != "leave":
+            assert len(taken) + len(list(weights)) == len(list(tiny_llama().parameters()))
+
+    def sleep(self):
+        self.fail_in("sleep")
+
+
+def test_an_engine_that_breaks_on_one_rank_ends_all_with_its_error_and_one_that_leaves_weights_holds_nobody_up():
+    def fn(rank, world_size):
+        ends = {}
+        for phase in ("wake", "update", "sleep", "leave"):
+            module = ScriptedPPO(tiny_llama, [varied_reward])
+            module.build_engine = lambda model, phase=phase: BreakingEngine(phase, rank)
+            try:
+                make_trainer(world_size, max_steps=1).fit(module, datamodule=data_module())
+                ends[phase] = "trained"
+            except Exception as error:
+                ends[phase] = str(error)
+        return ends
+
+    first, second = run_distributed(fn, 2, init_process_group=False)
+    assert second == {"wake": "no wake today", "update": "no update today", "sleep": "no sleep today", "leave": "trained"}
+    for phase in ("wake", "update", "sleep"):
+        assert first[phase].startswith("Rank 1 failed in phase")
+        assert first[phase].endswith(f"OSError: no {phase} today")
+    assert first["leave"] == "trained"
 
 
 def first_token(completion_ids):
