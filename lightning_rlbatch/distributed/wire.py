@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_rlbatch.distributed.reductions import transfer_device
+from lightning_rlbatch.functional.row_selection import take_rows, token_positions
 from lightning_rlbatch.functional.schema import FieldSpec, Schema
 
 ALIGNMENT = 16  # bytes; every field starts at a multiple of it, so that received bytes can be viewed as any dtype
@@ -30,16 +31,10 @@ def take(rows: Rows, schema: Schema, indices: Sequence[int]) -> Rows:
     """Return the samples at ``indices``, in that order."""
     if list(indices) == list(range(len(rows.lengths))):
         return rows
-    fields = {}
-    for name, spec in schema.items():
-        value = rows.fields[name]
-        if not indices:
-            fields[name] = value[:0]
-        elif spec.per_token:
-            pieces = torch.split(value, list(rows.lengths))
-            fields[name] = torch.cat([pieces[index] for index in indices])
-        else:
-            fields[name] = value[torch.tensor(list(indices), device=value.device)]
+    device = next(iter(rows.fields.values())).device
+    tokens = token_positions(rows.lengths, indices).to(device)
+    samples = torch.tensor(list(indices), dtype=torch.int64).to(device)
+    fields = {name: take_rows(rows.fields[name], tokens if spec.per_token else samples) for name, spec in schema.items()}
     return Rows([rows.lengths[index] for index in indices], fields)
 
 

@@ -14,7 +14,7 @@ Invariants (checked where a batch is made):
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_rlbatch.functional.packed_fields import PackedFields
 from lightning_rlbatch.functional.packing_inputs import check_fields, padded_to_fields, samples_to_fields
+from lightning_rlbatch.functional.row_selection import take_rows, token_positions
 from lightning_rlbatch.functional.schema import Schema, schema_difference
 
 
@@ -231,13 +232,11 @@ class PackedBatch(PackedFields):
                 raise IndexError(f"Sample {index} does not exist: the batch has {self.num_samples} samples.")
         if not chosen:
             return self.empty(self.schema, self.device)
-        starts, lengths = [0, *accumulate(self._seq_lens)], [self._seq_lens[index] for index in chosen]
-        # Positions, not views of all samples: a mini-batch is cut by one select for each micro-batch.
-        tokens = torch.cat([torch.arange(starts[index], starts[index + 1]) for index in chosen]).to(self.device)
+        tokens = token_positions(self._seq_lens, chosen).to(self.device)
         rows = torch.tensor(chosen, dtype=torch.int64).to(self.device)
-        per_token = {name: _rows(value, tokens) for name, value in self._per_token.items()}
-        per_sample = {name: _rows(value, rows) for name, value in self._per_sample.items()}
-        return self.unchecked(tuple(lengths), per_token, per_sample)
+        per_token = {name: take_rows(value, tokens) for name, value in self._per_token.items()}
+        per_sample = {name: take_rows(value, rows) for name, value in self._per_sample.items()}
+        return self.unchecked(tuple(self._seq_lens[index] for index in chosen), per_token, per_sample)
 
     def with_fields(self, per_token: Mapping[str, Tensor] | None = None, per_sample: Mapping[str, Tensor] | None = None) -> "PackedBatch":
         """Return a batch with fields added or replaced.
@@ -292,8 +291,3 @@ def _zeros(
     token_fields = {name: spec.zeros(num_tokens, device) for name, spec in schema.items() if spec.per_token}
     sample_fields = {name: spec.zeros(num_samples, device) for name, spec in schema.items() if not spec.per_token}
     return token_fields, sample_fields
-
-
-def _rows(value: Tensor, positions: Tensor) -> Tensor:
-    # index_select does not know unsigned integers; indexing does, and is several times slower.
-    return value[positions] if value.dtype in (torch.uint16, torch.uint32, torch.uint64) else value.index_select(0, positions)
