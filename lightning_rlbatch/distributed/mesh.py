@@ -57,7 +57,11 @@ class Meshes:
         return self.dp_rank * self.sp_size + self.sp_rank
 
     def ranks_of_dp(self, dp_rank: int) -> list[int]:
-        """Return the global ranks that hold the samples of one data-parallel rank (an SP group)."""
+        """Return the global ranks that hold the samples of one data-parallel rank (an SP group).
+
+        Raises:
+            ValueError: There is no such data-parallel rank.
+        """
         if not 0 <= dp_rank < self.dp_size:
             raise ValueError(f"`dp_rank` must be 0 to {self.dp_size - 1}, got {dp_rank}.")
         return list(range(dp_rank * self.sp_size, (dp_rank + 1) * self.sp_size))

@@ -15,14 +15,18 @@ TINY = 128  # samples up to which random restarts are affordable
 KICKS = 20
 MAX_ROUNDS = 40
 MAX_STEPS = 60
-MAX_PARTNERS = 64
 MAX_CELLS = 2_000_000
 
 Part = tuple[int, int, list[int]]  # weight, number of samples, sample indices
 
 
 def check_num_parts(num_parts: int) -> None:
-    """Raise unless ``num_parts`` is a positive int."""
+    """Raise unless ``num_parts`` is a positive int.
+
+    Raises:
+        TypeError: It is no int.
+        ValueError: It is below 1.
+    """
     if isinstance(num_parts, bool) or not isinstance(num_parts, int | np.integer):
         raise TypeError(f"`num_parts` must be an int but got {num_parts!r}.")
     if num_parts < 1:

@@ -64,7 +64,17 @@ class PlanInput:
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """Raise unless ``value`` is an int of at least ``least``."""
+    """Raise unless ``value`` is an int of at least ``least``.
+
+    Args:
+        name: What the caller calls it.
+        value: Of any type.
+        least: Smallest value.
+
+    Raises:
+        TypeError: It is no int.
+        ValueError: It is smaller.
+    """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` must be an int but got {value!r}.")
     if value < least:
@@ -72,14 +82,22 @@ def check_at_least(name: str, value: int, least: int) -> None:
 
 
 def check_flags(**flags: bool) -> None:
-    """Raise unless every value is True or False: the string "false" of a configuration would count as True."""
+    """Raise unless every value is True or False: the string "false" of a configuration would count as True.
+
+    Raises:
+        TypeError: One is neither.
+    """
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
             raise TypeError(f"`{name}` must be True or False but got {value!r}.")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise unless ``value`` is one of the choices."""
+    """Raise unless ``value`` is one of the choices.
+
+    Raises:
+        ValueError: It is none of them.
+    """
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))} but got {value!r}.")
 
@@ -94,7 +112,12 @@ def checked_input(
     oversize: Oversize,
     padded: bool = False,
 ) -> PlanInput:
-    """Validate what all entry points share, and sum samples into units."""
+    """Validate what all entry points share, and sum samples into units; arguments as in ``plan_mini_batch``.
+
+    Raises:
+        TypeError: A value is no integer, or a flag no bool.
+        ValueError: A setting is out of range or contradicts another, or a sample exceeds the budget.
+    """
     if (max_tokens_per_rank is None) == (micro_batch_size is None):
         raise ValueError(
             "Exactly one of `max_tokens_per_rank` (dynamic micro-batches) and `micro_batch_size` (static micro-batches) must be set "

@@ -73,6 +73,9 @@ def share_sizes(total: int, num_parts: int) -> list[int]:
     Returns:
         ``[num_parts]`` sizes whose sum is ``total``.
 
+    Raises:
+        ValueError: A number is out of range.
+
     Example:
         >>> share_sizes(7, 4), share_sizes(3, 4)
         ([2, 2, 2, 1], [1, 1, 1, 0])
