@@ -104,6 +104,9 @@ class RolloutEngine(Protocol):
             sampling: How to draw.
             on_progress: Told about finished completions and sampled tokens while the engine works.
 
+        Returns:
+            The completions; their token ids and log-probs may be lists, tensors or arrays, a log-prob that is not known is NaN.
+
         Raises:
             ValueError: If a prompt is empty or does not fit the engine's limits.
             RuntimeError: If the engine sleeps.
@@ -114,7 +117,7 @@ class RolloutEngine(Protocol):
         """Copy the trainer's weights, given one by one.
 
         Args:
-            weights: Every parameter once; consumed to its end even if a name is wrong, because producing it may be collective.
+            weights: Every parameter once. Producing them may be collective: what an engine does not take is produced all the same.
 
         Raises:
             ValueError: Naming the parameters that are missing, unknown or of another shape.

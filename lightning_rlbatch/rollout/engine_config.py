@@ -178,8 +178,9 @@ class VLLMEngineConfig(EngineConfig):
 class ReplayEngineConfig(EngineConfig):
     """Serve recorded completions with :class:`ReplayEngine` instead of sampling: to debug rewards, environments or the trainer.
 
-    The run's prompts, seed and sizes are those of the recorded one. To train on recorded rewards and log-probs as well, use
-    ``ReplayDataModule``.
+    The run's prompts, seed and sizes are those of the recorded one, without validation (its completions are not recorded) and without
+    sampling again (``max_sampling_rounds``: what was thrown away is not recorded). To train on recorded rewards and log-probs as well,
+    use ``ReplayDataModule``.
 
     Args:
         path: File or folder with token ids: of ``RolloutRecorder``, of :class:`RecordingEngine`, or of a generator of your own.
