@@ -73,6 +73,7 @@ class Materializer:
             new = self._copied(old)
             self._seen[id(old)] = (weakref.ref(old), weakref.ref(new))
         if new is not old:
+            self._seen[id(new)] = (weakref.ref(new), weakref.ref(new))  # a root meets its blocks' buffers again
             setattr(owner, name, new)
 
     @torch.no_grad()

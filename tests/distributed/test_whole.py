@@ -55,4 +55,4 @@ def test_streaming_weights_takes_the_memory_of_the_largest_parameter():
         return peaks
 
     for ours, full in run_distributed(fn, 2):
-        assert ours < 1.15 < 1.8 < full
+        assert ours < 1.3 < 1.6 < full
