@@ -25,8 +25,10 @@ class StopsTogether(pl.LightningModule):
 
     @override
     def on_train_end(self) -> None:
-        require_whole_fit(self.trainer)
+        if self._stops is not None:
+            self._stops.end()
         self._stops = None
+        require_whole_fit(self.trainer)
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -3,12 +3,15 @@
 import signal
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rlbatch.distributed.reductions import all_reduce_max
@@ -48,14 +51,34 @@ class StopAgreement:
             handler = signal.getsignal(number)
             if callable(handler):
                 self._handlers[number] = handler
-                signal.signal(number, self._note)
+                signal.signal(number, _Noting(self, handler))
 
     def _signals(self) -> list[signal.Signals]:
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         requeue = getattr(environment, "requeue_signal", None)  # SLURM's; the others have none
-        return [signal.SIGTERM] if requeue is None else [signal.SIGTERM, requeue]
+        return [signal.SIGTERM, signal.SIGINT] if requeue is None else [signal.SIGTERM, signal.SIGINT, requeue]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def end(self) -> None:
+        """Give back the handler of Ctrl-C; Lightning gives back those that it set itself."""
+        if isinstance(signal.getsignal(signal.SIGINT), _Noting):
+            signal.signal(signal.SIGINT, self._handlers.get(signal.SIGINT, signal.default_int_handler))
+
+    def note(self, number: int) -> None:
+        """Note a signal of this rank; a second Ctrl-C does not wait for the other ranks.
+
+        Args:
+            number: Of the signal.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came before and nothing has come of it yet, or no training is running.
+        """
+        running = self.trainer.state.status == TrainerStatus.RUNNING
+        if number == signal.SIGINT and (number in self._received or not running):
+            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            rank_zero_info(
+                "\nCtrl-C: all ranks stop after this step. Press it once more to stop at once, without a checkpoint of this step."
+            )
         self._received.add(number)
         if self._watch is not None:
             self._watch.request()
@@ -98,6 +121,7 @@ class StopAgreement:
 
         Raises:
             SIGTERMException: A rank got SIGTERM.
+            KeyboardInterrupt: A rank got Ctrl-C.
             CollectionStopped: ``should_stop`` is set.
         """
         while True:
@@ -132,3 +156,18 @@ class StopAgreement:
     def interruptible(self) -> AbstractContextManager[None]:
         """Return a context for a phase of :meth:`collect` that communicates with nobody."""
         return nullcontext() if self._watch is None else self._watch.interruptible()
+
+
+class _Noting:
+    """A signal handler that does not keep a run alive: that of Ctrl-C outlives a run that failed."""
+
+    def __init__(self, agreement: StopAgreement, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._agreement = weakref.ref(agreement)
+        self._handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        agreement = self._agreement()
+        if agreement is None:
+            self._handler(number, frame)
+        else:
+            agreement.note(number)

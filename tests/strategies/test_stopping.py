@@ -9,7 +9,8 @@ import threading
 import time
 import warnings
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed import distributed_c10d
 
 from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback
@@ -25,6 +26,10 @@ def sigterm(trainer):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def ctrl_c(trainer):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def should_stop(trainer):
     trainer.should_stop = True
 
@@ -37,6 +42,7 @@ CASES = [
     (1, 0, should_stop, None, "collection"),
     (0, 0, should_stop, None, "collection"),
     (0, 1, sigterm, "SIGTERMException", "validation"),
+    (1, 0, ctrl_c, "SystemExit", "collection"),
 ]
 
 
@@ -122,6 +128,48 @@ def test_should_stop_of_a_rollout_callback_ends_before_a_step_on_these_rollouts(
         return trainer.global_step, unheeded.global_step
 
     assert run_distributed(main, 2, init_process_group=False) == [(2, 6)] * 2
+
+
+class CtrlC(Callback):
+    """Sends Ctrl-C to one rank before a step, in which the other one needs it."""
+
+    def __init__(self, rank, times=1):
+        self.rank, self.times = rank, times
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 3 and trainer.global_rank == self.rank:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_on_one_rank_stops_all_after_the_step_with_a_checkpoint_that_resumes_exactly(tmp_path):
+    def main(rank, size):
+        before = signal.getsignal(signal.SIGINT)
+        warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+        whole = run(ppo(), rollouts(), size, max_epochs=3)
+        given_back = signal.getsignal(signal.SIGINT) is before
+        saver = ModelCheckpoint(str(tmp_path), "at_stop", save_on_exception=True, every_n_epochs=100, enable_version_counter=False)
+        trainer = make_trainer(size, max_epochs=3, callbacks=[CtrlC(1), saver], enable_checkpointing=True)
+        with pytest.raises(SystemExit):  # Lightning's ending of a KeyboardInterrupt
+            trainer.fit(ppo(), datamodule=rollouts())
+        signal.signal(signal.SIGINT, before)
+        rest = run(ppo(), rollouts(), size, max_epochs=3, ckpt_path=str(tmp_path / "at_stop.ckpt"))
+        return given_back, trainer.global_step, whole, rest
+
+    for given_back, step, whole, rest in run_distributed(main, 2, init_process_group=False):
+        assert given_back
+        assert step == 4
+        assert_same_state(rest, whole)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step():
+    def main(rank, size):
+        trainer = make_trainer(size, "auto", max_epochs=3, callbacks=[CtrlC(0, times=2)])
+        with pytest.raises(SystemExit):
+            trainer.fit(ppo(), datamodule=rollouts())
+        return trainer.global_step
+
+    assert run_distributed(main, 1, init_process_group=False) == [3]
 
 
 class LostStore:
