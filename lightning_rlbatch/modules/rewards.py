@@ -1,10 +1,13 @@
 """Call reward functions that follow TRL's convention, and check what they return."""
 
 import asyncio
+import atexit
+import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,7 +34,7 @@ def call_rewards(
 
     A function is called as ``reward(prompts=..., completions=..., completion_ids=..., **columns)``; arguments it does not
     take are left out, so functions written for TRL and plain ``f(prompts, completions)`` both work. ``None`` means no verdict. Functions
-    that are ``async`` wait side by side.
+    that are ``async``, or return something to be awaited, wait side by side, always in the same event loop.
 
     Args:
         functions: Reward functions.
@@ -49,10 +52,9 @@ def call_rewards(
         TypeError: A function takes what is no column, or returned something else than numbers and None.
         ValueError: A function returned too few or too many rewards, or one that is not finite; names function and sample.
     """
-    arguments: dict[str, Any] = {"prompts": list(prompts), "completions": list(completions), **columns}
-    arguments["completion_ids"] = [list(ids) for ids in completion_ids]
+    arguments: dict[str, Any] = {"prompts": prompts, "completions": completions, **columns, "completion_ids": completion_ids}
     calls = {
-        name: functools.partial(function, **_accepted(f"Reward function {name!r}", function, arguments))
+        name: functools.partial(function, **_accepted(f"Reward function {name!r}", function, _own_copy(arguments)))
         for name, function in zip(reward_names(functions), functions)
     }
     # A rank may have no completion at all; functions need not be written for that.
@@ -151,35 +153,69 @@ def _accepted(what: str, function: Callable[..., Any], arguments: dict[str, Any]
 
 
 def _call_all(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Return what the calls return, in their order; those of ``async`` functions wait together, behind the others."""
-    later = [name for name, call in calls.items() if _is_async(call)]
-    returned = {name: None if name in later else call() for name, call in calls.items()}
+    """Return what the calls return, in their order; what is to be awaited waits together, behind the others."""
+    returned: dict[str, Any] = {}
+    try:
+        for name, call in calls.items():
+            returned[name] = call()
+    except BaseException:
+        for value in returned.values():
+            if inspect.iscoroutine(value):
+                value.close()  # it would complain that it was never awaited
+        raise
+    later = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if not later:
         return returned
-
-    async def together() -> list[Any]:
-        return await asyncio.gather(*(calls[name]() for name in later))
-
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        results = asyncio.run(together())
+        results = _wait_for(later.values())
     else:  # a notebook runs a loop in this thread already
         with ThreadPoolExecutor(1) as executor:
-            results = executor.submit(lambda: asyncio.run(together())).result()
+            results = executor.submit(_wait_for, later.values()).result()
     return returned | dict(zip(later, results))
 
 
-def _is_async(call: Any) -> bool:
-    function = call.func if isinstance(call, functools.partial) else call  # partials of partials are one partial
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+def _wait_for(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
+    async def together() -> list[Any]:
+        return await asyncio.gather(*awaitables)
+
+    loop = _event_loop(os.getpid())
+    try:
+        return loop.run_until_complete(together())
+    except BaseException:  # an error of one of them, or a stop of the run: the others must not go on in the next call
+        loop.run_until_complete(_cancel_the_others())
+        raise
+
+
+async def _cancel_the_others() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+@functools.cache
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the loop of a process: semaphores and client sessions of reward functions belong to the loop that they were first used in."""
+    loop = asyncio.new_event_loop()
+    atexit.register(loop.close)
+    return loop
+
+
+def _own_copy(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments whose lists, token ids and messages a function may change without another one seeing it."""
+    copied = {name: list(values) for name, values in arguments.items()}
+    copied["completion_ids"] = [list(ids) for ids in arguments["completion_ids"]]
+    for name in ("prompts", "completions"):
+        copied[name] = [value if isinstance(value, str) else copy.deepcopy(value) for value in arguments[name]]
+    return copied
 
 
 def _checked(name: str, rewards: Any, completions: Sequence[str | Conversation]) -> list[float]:
-    try:
-        listed = list(rewards)
-    except TypeError:
-        raise TypeError(f"Reward function {name!r} must return one number (or None) per completion but returned {rewards!r}.") from None
+    if isinstance(rewards, (Mapping, Set, str)) or not isinstance(rewards, Iterable):
+        raise TypeError(f"Reward function {name!r} must return one number (or None) per completion, in order, but returned {rewards!r}.")
+    listed = list(rewards)
     if len(listed) != len(completions):
         raise ValueError(
             f"Reward function {name!r} returned {len(listed)} rewards for {len(completions)} completions."
@@ -192,8 +228,9 @@ def _checked(name: str, rewards: Any, completions: Sequence[str | Conversation])
             continue
         try:
             value = float(reward)
-        except (TypeError, ValueError):
-            raise TypeError(f"Reward function {name!r} returned {reward!r} for completion {index}; expected a number or None.") from None
+        except (TypeError, ValueError, OverflowError):
+            given = repr(reward)[:80]
+            raise TypeError(f"Reward function {name!r} returned {given} for completion {index}; expected a number or None.") from None
         if not math.isfinite(value):
             raise ValueError(
                 f"Reward function {name!r} returned {value} for completion {index} ({str(completions[index])[:80]!r})."

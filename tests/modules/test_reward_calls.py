@@ -55,6 +55,78 @@ def test_an_error_of_an_async_function_is_raised_and_nothing_is_left_waiting():
         called([Judge(), fails])
 
 
+def test_what_an_async_function_keeps_between_calls_stays_usable_and_what_an_error_leaves_does_not_go_on():
+    at_once, ended = asyncio.Semaphore(1), []
+
+    async def limited(completions):
+        async with at_once:
+            await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    async def endless(completions):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def fails(completions):
+        await asyncio.sleep(0)
+        raise OSError("gone")
+
+    for _ in range(2):
+        assert called([limited, functools.partial(limited)])[0] == [2.0, 2.0]  # the semaphore waits in one loop
+        with pytest.raises(OSError, match="gone"):
+            called([endless, fails])
+    assert ended == [True, True]
+
+
+def test_an_ordinary_function_may_return_something_to_be_awaited():
+    judge = Judge()
+    assert called([right, lambda completions: judge(completions)])[0] == [5.5, 6.0]
+
+    def fails(completions):
+        raise OSError("after an async one was called")
+
+    with pytest.raises(OSError, match="after an async one"):
+        called([judge, fails])  # and no warning that the judge was never awaited
+
+
+def test_functions_do_not_see_what_others_did_to_their_arguments():
+    chat = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
+
+    def spoils(prompts, completions, completion_ids, answer):
+        for ids, messages in zip(completion_ids, completions):
+            ids.clear()
+            messages[0]["content"] = "spoilt"
+        for listed in (prompts, completions, completion_ids, answer):
+            listed.clear()
+        return [0.0, 0.0]
+
+    def counts(prompts, completions, completion_ids, answer):
+        assert (prompts, answer) == (["a", "b"], [5, 6])
+        return [len(messages[0]["content"]) + 10.0 * len(ids) for messages, ids in zip(completions, completion_ids)]
+
+    assert called([spoils, counts], completions=chat)[0] == [11.0, 11.0]
+    assert chat[0][0]["content"] == "a"
+
+
+@pytest.mark.parametrize("returned", [{0: 1.0, 1: 2.0}, {1.0, 2.0}, "12", 3.0, None])
+def test_what_has_no_order_or_is_no_list_of_numbers_is_refused(returned):
+    def strange(completions):
+        return returned
+
+    with pytest.raises(TypeError, match="'strange' must return one number"):
+        called([strange])
+
+
+def test_a_number_beyond_all_floats_is_an_error_that_names_the_function():
+    def huge(completions):
+        return [10**400, 1]
+
+    with pytest.raises(TypeError, match=r"'huge' returned 1000.* for completion 0"):
+        called([huge])
+
+
 def test_no_function_is_called_without_completions():
     def fails(**told):
         raise AssertionError
