@@ -1,5 +1,6 @@
 """Call a function that makes a model so that the model's parameters take no memory: another rank brings their values."""
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,10 +19,11 @@ def make_without_weights(make: Callable[[], object]) -> object:
     Buffers and everything else that is no parameter are real: the function runs as always, and only what a module is given as a
     parameter is exchanged for one without memory. (Under ``torch.device("meta")`` buffers and constants would be without values too, and
     transformers' ``from_pretrained`` refuses to run.) Parameters that modules share stay shared. A function that needs values of
-    parameters, moves its model to a device, or leaves a tensor computed from parameters elsewhere than in parameters and buffers, is
-    called once more, without any of this: the model is whole then.
+    parameters, moves its model to a device, draws random numbers for something else than parameters (they would be others here, where the
+    parameters draw none), or leaves parameters, or a tensor computed from them, elsewhere than in the model, is called once more, without
+    any of this: the model is whole then.
 
-    Random numbers are drawn for what is computed only, so that the random state afterwards is not that of a rank with a whole model.
+    No random numbers are drawn, so that the random state afterwards is not that of a rank with a whole model.
 
     Args:
         make: Makes the same model whenever it is called.
@@ -79,7 +81,8 @@ class _WithoutWeights(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._twins: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}  # by the id of the real parameter, which may die
-        self._computed: list[weakref.ref[Tensor]] = []
+        self._computed: list[weakref.ref[Tensor]] = []  # the twins included
+        self._has_drawn = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -95,7 +98,9 @@ class _WithoutWeights(TorchFunctionMode):
             self._twins.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        random_state = torch.get_rng_state()
         result = func(*args, **(kwargs or {}))
+        self._has_drawn = self._has_drawn or not torch.equal(random_state, torch.get_rng_state())
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor) and value.is_meta:
                 self._computed.append(weakref.ref(value))
@@ -111,14 +116,18 @@ class _WithoutWeights(TorchFunctionMode):
         twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         vars(twin).update(vars(parameter))
         self._twins[id(parameter)] = (weakref.ref(parameter), twin)
+        self._computed.append(weakref.ref(twin))
         return twin
 
     def has_left_nothing_but(self, model: nn.Module) -> bool:
-        """Return whether no tensor without values is alive but parameters and buffers of the model.
+        """Return whether the model is what it would be with its weights: no tensor without values is alive but its own, none was drawn.
 
         Args:
             model: What was made.
         """
+        if self._has_drawn:
+            return False
+        gc.collect()  # what is in a cycle with itself only is gone, too
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         alive = (reference() for reference in self._computed)
         return all(tensor is None or id(tensor) in own for tensor in alive)

@@ -90,10 +90,43 @@ def with_a_decision():
     return nn.Sequential(model, nn.ReLU()) if model.weight.sum() != 0 else model
 
 
-NEED_WEIGHTS = [lambda: nn.Linear(2, 2).to("cpu"), with_an_attribute, with_a_closure, with_a_decision]
+def with_a_random_constant():
+    model = nn.Linear(2, 2)
+    shift = torch.randn(2)  # another number where the layer has drawn none
+    model.register_forward_hook(lambda module, inputs, output: output + shift)
+    return model
 
 
-@pytest.mark.parametrize("make", NEED_WEIGHTS, ids=["moved", "attribute", "closure", "decision"])
+def with_a_hidden_module():
+    model, hidden = nn.Linear(2, 2), [nn.Linear(2, 2)]
+    model.register_forward_hook(lambda module, inputs, output: hidden[0](output))
+    return model
+
+
+class Filled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 3.0))
+
+
+def with_hidden_parameters_that_nothing_computes():
+    model, hidden = nn.Linear(2, 2), [Filled()]
+    model.register_forward_hook(lambda module, inputs, output: output * hidden[0].weight)
+    return model
+
+
+NEED_WEIGHTS = {
+    "moved": lambda: nn.Linear(2, 2).to("cpu"),
+    "attribute": with_an_attribute,
+    "closure": with_a_closure,
+    "decision": with_a_decision,
+    "random constant": with_a_random_constant,
+    "hidden module": with_a_hidden_module,
+    "hidden parameters": with_hidden_parameters_that_nothing_computes,
+}
+
+
+@pytest.mark.parametrize("make", NEED_WEIGHTS.values(), ids=NEED_WEIGHTS)
 def test_a_function_that_needs_the_weights_makes_the_whole_model_from_the_same_random_numbers(make):
     torch.manual_seed(3)
     expected = make()
