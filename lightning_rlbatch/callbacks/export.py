@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_rlbatch.modules.adapters import adapter_layers
+from lightning_rlbatch.rollout.weights import full_parameters
 from lightning_rlbatch.strategies.atomic import beside, discard, publish
 from lightning_rlbatch.strategies.state import full_model_state
 
@@ -18,7 +20,8 @@ class PretrainedExport(Callback):
     """Save the policy with ``save_pretrained`` when training ends; ``from_pretrained`` and ``policy: FOLDER`` load it.
 
     The folder holds ``model.safetensors``, the configuration, the generation configuration and, if the data module's tokenizer is a
-    transformers one, the tokenizer. Parameters are gathered one by one; rank 0 alone keeps them, in host memory.
+    transformers one, the tokenizer. Adapters (LoRA) are added to the weights that they adapt: the folder is that of the plain model.
+    Parameters are gathered one by one; rank 0 alone keeps them, in host memory.
 
     Args:
         dirpath: Folder to write; it is replaced as a whole.
@@ -34,11 +37,31 @@ class PretrainedExport(Callback):
             raise MisconfigurationException(
                 f"PretrainedExport saves module.policy.model, a transformers model, but got {type(model).__name__}."
             )
-        state = full_model_state(model, keep=trainer.is_global_zero)  # collective: every rank takes part
+        state = pretrained_state(model, keep=trainer.is_global_zero)
         if trainer.is_global_zero:
             datamodule: Any = getattr(trainer, "datamodule", None)
             save_pretrained(model, state, Path(self.dirpath), tokenizer=getattr(datamodule, "tokenizer", None))
         trainer.strategy.barrier()
+
+
+def pretrained_state(model: PreTrainedModel, *, keep: bool) -> dict[str, Tensor]:
+    """Return the whole weights of a model by the names of the plain model, without adapters; collective if the model is sharded.
+
+    Args:
+        model: A model, with adapters or without.
+        keep: Whether this rank wants the result; others get an empty one.
+
+    Raises:
+        ValueError: Adapters that are more than an addition to the weight.
+    """
+    if not adapter_layers(model):
+        return full_model_state(model, keep=keep)
+    state = {}
+    for name, value in full_parameters(model, merge_adapters=True):
+        if keep:
+            state[name] = value.cpu()
+        del value
+    return state
 
 
 def save_pretrained(model: PreTrainedModel, state: dict[str, Tensor], folder: Path, *, tokenizer: Any = None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from lightning_rlbatch.callbacks.export import save_pretrained
+from lightning_rlbatch.callbacks.export import pretrained_state, save_pretrained
 from lightning_rlbatch.modules.model_sources import load_model
 from lightning_rlbatch.strategies.sharded import METADATA, fill_alone, outline, read_meta
 
@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> int:
             raise ValueError("The checkpoint does not say what the model was made from. Pass --policy FOLDER, a hub name or a function.")
         model = load_model(source)
         model.load_state_dict(state)
+        state = pretrained_state(model, keep=True)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"rlbatch export: {error}", file=sys.stderr)
         return 1

@@ -14,7 +14,8 @@ from lightning_rlbatch.models.pretrained import require_pretrained
 from lightning_rlbatch.models.without_weights import make_without_weights
 
 ModelSource: TypeAlias = str | Callable[[], PreTrainedModel]
-"""A function without arguments that makes the model, its import path, or the folder or hub name of a pretrained model."""
+"""A function without arguments that makes the model (or peft's model, with adapters in its layers), its import path, or
+the folder or hub name of a pretrained model."""
 
 
 def load_model(
@@ -44,11 +45,25 @@ def load_model(
     else:
         make = cast(Callable[[], PreTrainedModel], maker)
         model = make_without_weights(make) if without_weights else make()
+    model = _inside_of_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"Expected {option} to make a transformers PreTrainedModel but got {type(model).__name__}.")
     model.config = copy.deepcopy(model.config)  # two models made from one config object would switch attention together
     model.train()
     return model
+
+
+def _inside_of_peft(model: object) -> object:
+    """Return the transformers model inside of what ``peft.get_peft_model`` returns: its layers hold the adapters."""
+    base = getattr(model, "get_base_model", None)
+    if isinstance(model, PreTrainedModel) or not callable(base):
+        return model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise TypeError(
+            f"{type(model).__name__} learns prompts, which are no part of the transformers model inside it and would be lost. Use adapters"
+            " that change layers, such as LoRA."
+        )
+    return base()
 
 
 def pretrained_name(source: ModelSource) -> str | None:

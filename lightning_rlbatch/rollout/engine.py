@@ -117,7 +117,8 @@ class RolloutEngine(Protocol):
         """Copy the trainer's weights, given one by one.
 
         Args:
-            weights: Every parameter once. Producing them may be collective: what an engine does not take is produced all the same.
+            weights: Every parameter and persistent buffer once. Producing them may be collective: what an engine does not take is
+                produced all the same.
 
         Raises:
             ValueError: Naming the parameters that are missing, unknown or of another shape.

@@ -14,6 +14,7 @@ from lightning_rlbatch.models.probe import check_soft_cap
 from lightning_rlbatch.rollout.decoding import Decoder
 from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutRequest, SamplingParams, WeightStream
 from lightning_rlbatch.rollout.plain_generate import plain_generate
+from lightning_rlbatch.rollout.weights import full_parameters
 
 DecodingMethod: TypeAlias = Literal["embedded", "generate", "continuous_batching"]
 """Who runs the model step by step; see :class:`TransformersEngine`."""
@@ -139,7 +140,7 @@ class TransformersEngine:
         device = torch.device(device) if device is not None else model.device
         if device.type == "meta":
             device = torch.device("cpu")
-        parameters = list(model.named_parameters())
+        parameters = list(model.parameters())
         with torch.random.fork_rng(devices=[]):  # the weights drawn here are overwritten: they must not move the run's random state
             replica = type(model)(copy.deepcopy(model.config))
         cast_parameters(replica, dtype or model.dtype, device)
@@ -147,13 +148,13 @@ class TransformersEngine:
         engine = cls(
             replica, pad_token_id=pad_token_id, max_batch_size=max_batch_size, attn_implementation=attn_implementation, method=method
         )
-        if not any(isinstance(parameter, DTensor) or parameter.is_meta for _, parameter in parameters):
-            engine.update_weights((name, parameter.detach()) for name, parameter in parameters)
+        if not any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in parameters):
+            engine.update_weights(full_parameters(model))
         return engine
 
     @torch.no_grad()
     def update_weights(self, weights: WeightStream) -> None:
-        """Copy weights by parameter name; tied parameters may come under any of their names.
+        """Copy weights by name; tied parameters may come under any of their names, buffers may be left out.
 
         Args:
             weights: Pairs of name and whole tensor of any device and floating-point dtype; consumed to the end.
@@ -161,7 +162,7 @@ class TransformersEngine:
         Raises:
             ValueError: Naming the parameters that are missing, unknown or of another shape. Those that matched are copied by then.
         """
-        targets = dict(self.model.named_parameters(remove_duplicate=False))
+        targets: dict[str, torch.Tensor] = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
         missing = {id(parameter): name for name, parameter in self.model.named_parameters()}
         problems: list[str] = []
         for name, tensor in weights:

@@ -12,7 +12,10 @@ _BASE = "base_layer."
 
 
 def full_parameters(module: nn.Module, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole value of every parameter; at most one gathered parameter is alive at a time.
+    """Yield name and whole value of every parameter and persistent buffer; at most one gathered parameter is alive at a time.
+
+    Persistent buffers (the router's bias of DeepSeek-V3, for instance) belong to a checkpoint as parameters do; others follow from the
+    configuration.
 
     Gathering is collective: every rank must consume the iterator to its end. Its peak is the largest parameter, if the consumer lets go of
     one (``del``) before it takes the next.
@@ -24,15 +27,16 @@ def full_parameters(module: nn.Module, *, merge_adapters: bool = False) -> Itera
             plain model. The addition takes the size of the weight twice more.
 
     Yields:
-        Parameter name within ``module`` and its unsharded value, detached, on the device of the module (of its mesh, if offloaded).
+        Name within ``module`` (that of a parameter in several places once) and the unsharded value, detached, on the device of the
+        module (of its mesh, if offloaded).
 
     Raises:
-        ValueError: Adapters that are more than an addition to the weight (DoRA and other variants) cannot be merged like this.
+        ValueError: Adapters that are not, or more than, an addition to the weight (DoRA and other variants) cannot be merged like this.
     """
     reshard(module)
     adapters = _adapters(module) if merge_adapters else {}
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, parameter in (*module.named_parameters(), *_persistent_buffers(module)):
             owner = next((prefix for prefix in adapters if name.startswith(prefix)), None)
             if owner is None:
                 yield name, whole_tensor(parameter)
@@ -57,6 +61,11 @@ def _adapters(module: nn.Module) -> dict[str, Any]:
     """Return layers with adapters by the prefix of their parameters' names."""
     layers = {f"{name}.": layer for name, layer in module.named_modules() if _is_adapted(layer)}
     for prefix, layer in layers.items():
+        if not (hasattr(layer, "active_adapters") and callable(getattr(layer, "get_delta_weight", None))):
+            raise ValueError(
+                f"The adapter of {prefix[:-1]} ({type(layer).__name__}) has no active_adapters or no get_delta_weight, and cannot be added"
+                " to the weight. Give it both, as peft's LoRA has, or use an engine that computes with adapters (TransformersEngine)."
+            )
         variants = ", ".join(map(str, getattr(layer, "lora_variant", None) or ()))
         if variants:
             raise ValueError(
@@ -67,7 +76,13 @@ def _adapters(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_adapted(layer: nn.Module) -> bool:
-    return hasattr(layer, "base_layer") and hasattr(layer, "active_adapters") and callable(getattr(layer, "get_delta_weight", None))
+    names = ("enable_adapters", "get_delta_weight")
+    return hasattr(layer, "base_layer") and any(callable(getattr(layer, name, None)) for name in names)
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    saved = module.state_dict(keep_vars=True).keys()
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
 
 
 def _merged(weight: Tensor, layer: Any) -> Tensor:

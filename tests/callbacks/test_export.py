@@ -12,6 +12,7 @@ from lightning_rlbatch.cli import main as rlbatch
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 from tests.helpers import tiny_llama
+from tests.rollout.low_rank import adapted
 from tests.strategies.runs import run, sft, sft_data
 
 
@@ -62,6 +63,36 @@ def test_command_exports_either_kind_of_checkpoint(sharded, tmp_path, capsys):
     assert export.main([str(path), str(tmp_path / "out"), "--prefix", "critic."]) == 1
     assert "only under ['policy']" in capsys.readouterr().err
     assert export.main([str(tmp_path / "none"), str(tmp_path / "out")]) == 1
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_policy_with_adapters_leaves_as_the_plain_model_with_its_weights_merged(sharded, tmp_path):
+    def main(rank, size):
+        strategy = RLBatchFSDPStrategy(save_distributed_checkpoint=sharded)
+        exporting = (PretrainedExport(str(tmp_path / "callback")),)
+        run(
+            sft(policy=adapted),
+            sft_data(),
+            size,
+            strategy=strategy,
+            max_epochs=1,
+            callbacks=exporting,
+            save_to=str(tmp_path / "checkpoint"),
+        )
+
+    run_distributed(main, 2, init_process_group=False)
+    trained = adapted()
+    start = {name: value.detach().clone() for name, value in trained.named_parameters()}
+    state, _ = export.read_model(tmp_path / "checkpoint", "policy.model.")
+    trained.load_state_dict(state)
+    assert any(not torch.equal(value, start[name]) for name, value in trained.named_parameters() if "lora" in name)
+    assert export.main([str(tmp_path / "checkpoint"), str(tmp_path / "command"), "--policy", "tests.rollout.low_rank.adapted"]) == 0
+    ids = torch.arange(3, 12)[None]
+    for folder in ("callback", "command"):
+        model, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        torch.testing.assert_close(model(ids).logits, trained(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_command_line_knows_export(capsys):

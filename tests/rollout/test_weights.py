@@ -15,37 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.rollout import SamplingParams, TransformersEngineConfig, VLLMEngineConfig
+from lightning_rlbatch.rollout.transformers_engine import TransformersEngine
 from lightning_rlbatch.rollout.weights import full_parameters
 from lightning_rlbatch.testing import run_distributed
-
-
-class LowRank(torch.nn.Module):
-    """A linear layer with adapters, with the names that peft's layers have."""
-
-    def __init__(self, base_layer, active=("first", "second")):
-        super().__init__()
-        self.base_layer = base_layer
-        self.active_adapters = list(active)
-        generator = torch.Generator().manual_seed(1)
-        sizes = base_layer.weight.shape
-        self.lora_A = torch.nn.ParameterDict({name: torch.randn(2, sizes[1], generator=generator) for name in ("first", "second")})
-        self.lora_B = torch.nn.ParameterDict({name: torch.randn(sizes[0], 2, generator=generator) for name in ("first", "second")})
-
-    def get_delta_weight(self, name):
-        return 0.5 * (self.lora_B[name] @ self.lora_A[name])
-
-    def enable_adapters(self, enabled):
-        pass
-
-    def forward(self, states):
-        return self.base_layer(states) + sum(states @ self.get_delta_weight(name).T for name in self.active_adapters)
-
-
-def adapted(active=("first", "second")):
-    model = toy_llama().requires_grad_(False)
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj, active)
-    return model
+from tests.rollout.low_rank import adapted
 
 
 def merged_by_hand(model):
@@ -80,6 +53,38 @@ def test_inactive_adapters_stay_out_and_the_policy_stays_as_it_is():
         assert torch.equal(value, toy_llama().get_parameter(name)), name
     list(full_parameters(adapted(), merge_adapters=True))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_persistent_buffers_are_streamed_and_others_are_not():
+    class Shifted(type(toy_llama())):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("shift", torch.zeros(3, dtype=torch.int64))
+            self.register_buffer("derived", torch.zeros(3), persistent=False)
+
+    model = Shifted(toy_llama().config)
+    model.shift += torch.arange(3)
+    streamed = dict(full_parameters(model))
+    assert streamed.keys() == {name for name, _ in model.named_parameters()} | {"shift"}
+    engine = TransformersEngine.from_model(model, pad_token_id=0)
+    assert engine.model.shift.tolist() == [0, 1, 2]
+    model.shift += 1
+    engine.update_weights(full_parameters(model))
+    assert engine.model.shift.tolist() == [1, 2, 3]
+    assert engine.model.shift is not model.shift
+
+
+def test_adapters_without_a_weight_to_add_are_refused():
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_layer = torch.nn.Linear(2, 2)
+
+        def enable_adapters(self, enabled):
+            pass
+
+    with pytest.raises(ValueError, match=r"The adapter of 0 \(Other\) has no active_adapters or no get_delta_weight"):
+        list(full_parameters(torch.nn.Sequential(Other()), merge_adapters=True))
 
 
 def test_adapters_that_are_more_than_an_addition_are_refused():

@@ -1,14 +1,16 @@
 """A model or tokenizer that is not there is told within seconds, by the name of its option."""
 
 import time
+import types
 
 import pytest
+import torch
 
 from lightning_rlbatch.data.prompt_reading import load_tokenizer
 from lightning_rlbatch.models import pretrained
 from lightning_rlbatch.models.pretrained import require_pretrained
 from lightning_rlbatch.modules.model_sources import load_model
-from tests.helpers import make_trainer
+from tests.helpers import make_trainer, tiny_llama
 from tests.strategies.runs import ppo, rollouts
 
 
@@ -46,3 +48,27 @@ def test_what_the_cache_holds_is_not_asked_for_on_the_network(monkeypatch):
     monkeypatch.setattr(pretrained, "has_file", has_file)
     require_pretrained("some/model", "policy")
     assert asked == [True]
+
+
+class Wrapped(torch.nn.Module):
+    """What peft's ``get_peft_model`` returns: a module that holds the model, whose layers hold the adapters."""
+
+    def __init__(self, learns_prompts=False):
+        super().__init__()
+        self.base_model = tiny_llama()
+        self.active_peft_config = types.SimpleNamespace(is_prompt_learning=learns_prompts)
+
+    def get_base_model(self):
+        return self.base_model
+
+
+@pytest.mark.parametrize("without_weights", [False, True])
+def test_the_model_inside_of_pefts_is_taken(without_weights):
+    model = load_model(Wrapped, without_weights=without_weights)
+    assert type(model) is type(tiny_llama())
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta" if without_weights else "cpu"}
+
+
+def test_learnt_prompts_are_refused_since_they_would_be_lost():
+    with pytest.raises(TypeError, match="Wrapped learns prompts"):
+        load_model(lambda: Wrapped(learns_prompts=True))
