@@ -14,7 +14,7 @@ from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.strategies.sharded import METADATA, save_sharded_state, sharded_metadata
 from lightning_rlbatch.testing import run_distributed
 from tests.helpers import length_reward, tiny_llama
-from tests.strategies.runs import adamw, rollouts, run
+from tests.strategies.runs import adamw, rollouts, run, sft_data
 
 
 def save_a_matrix(folder, in_background, limit=None, change=None):
@@ -75,3 +75,30 @@ def test_load_from_checkpoint_makes_the_module_from_a_folder_in_one_process(tmp_
     assert all(torch.equal(own[name], value) for name, value in expected.items())
     assert module.policy.model.lm_head.weight is module.policy.model.model.embed_tokens.weight
     assert module.kl_coefficient == 0.1
+
+
+class Renamed(SFTModule):
+    """Reads what an older class saved under another name, and in two parts."""
+
+    def on_load_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        for name in [name for name in state if name.endswith("norm.weight")]:
+            state[name.replace("norm", "old_norm")] = state.pop(name)
+        for name in [name for name in state if "old_norm" in name]:
+            halves = state.pop(name).chunk(2)
+            state[name.replace("old_norm", "norm")] = torch.cat(halves) + 1
+
+
+def test_a_hook_that_changes_a_checkpoint_is_given_its_values(tmp_path):
+    path = tmp_path / "folder.ckpt"
+
+    def main(rank, size):
+        strategy = RLBatchFSDPStrategy(save_distributed_checkpoint=True)
+        return run(SFTModule(tiny_llama), sft_data(), size, strategy=strategy, max_epochs=1, save_to=str(path))["parameters"]
+
+    expected = run_distributed(main, 2, init_process_group=False)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = Renamed.load_from_checkpoint(path)
+    for name, value in module.named_parameters():
+        assert torch.equal(value, expected[name] + (1 if name.endswith("norm.weight") else 0)), name
