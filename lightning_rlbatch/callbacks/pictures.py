@@ -1,6 +1,7 @@
 """Draw how a mini-batch was cut and spread: one bar per rank and micro-step, in the order given and as planned."""
 
 import importlib
+import io
 import os
 import warnings
 from itertools import pairwise
@@ -74,10 +75,11 @@ def batch_plan_picture(plan: BatchPlan, path: str | os.PathLike[str], *, title: 
 
     Args:
         plan: How the mini-batch is cut.
-        path: Picture file; its ending chooses the format (``.png``, ``.svg``, ``.pdf``).
+        path: Picture file; its ending chooses the format (``.png``, ``.svg``, ``.pdf``, or ``.html`` for a page that holds the picture).
         title: Above the panels; default: what the mini-batch holds.
 
     Raises:
+        ValueError: No picture has such an ending.
         ModuleNotFoundError: matplotlib is not installed.
     """
     require_matplotlib()
@@ -103,7 +105,15 @@ def batch_plan_picture(plan: BatchPlan, path: str | os.PathLike[str], *, title: 
     figure.colorbar(colours, ax=list(panels), label="busy share of the micro-step (the rest is waiting)", pad=0.01, aspect=30)
     total = f"{plan.num_samples} samples, {int(plan.lengths.sum()):,} tokens, {plan.dp_size} data-parallel ranks"
     figure.suptitle(title or total + (f" x {plan.sp_size} sequence-parallel" if plan.sp_size > 1 else ""), fontsize=12)
-    figure.savefig(Path(path), dpi=130)
+    if Path(path).suffix.lower() != ".html":
+        figure.savefig(Path(path), dpi=130)
+        return
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    picture = drawn.getvalue()
+    head = '<head><meta charset="utf-8"><title>Batch plan</title></head>'
+    page = f'<!DOCTYPE html>\n<html lang="en">{head}<body>{picture[picture.index("<svg") :]}</body></html>\n'
+    Path(path).write_text(page, encoding="utf-8")
 
 
 def _draw(axes: "Axes", plan: BatchPlan, colours: Any, title: str) -> None:

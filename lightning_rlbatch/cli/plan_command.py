@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--coefficient", type=int, help=f"linear cost of a token (default {DEFAULT_COEFFICIENT})")
     add("--padded", action="store_true", default=None, help="micro-batches are padded to their longest sample")
     add("--sweep", action="store_true", help="try budgets and sequence-parallel sizes on the same dp x sp GPUs")
-    add("--picture", metavar="PNG", help="draw the first mini-batch, before and after")
+    add("--picture", metavar="FILE", help="draw the first mini-batch, before and after: .png, .svg, .pdf or .html")
     add("--json", action="store_true", help="print JSON")
     return parser
 

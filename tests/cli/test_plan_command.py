@@ -78,6 +78,10 @@ def test_the_table_names_the_methods_and_the_picture_is_written(lengths_file, tm
     assert all(name in out for name in ("before (contiguous)", "two-layer (per_rank)", "ours (global)"))
     assert "2 mini-batches" in " ".join(out.split())
     assert picture.read_bytes().startswith(b"\x89PNG")
+    page = tmp_path / "plan.html"
+    run(capsys, lengths_file, "--dp", "4", "--max-tokens-per-rank", "4096", "--picture", str(page))
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert page.read_text(encoding="utf-8").count("<svg ") == 1
 
 
 def test_the_sweep_keeps_the_number_of_gpus_and_puts_the_cheapest_first(lengths_file, capsys):
