@@ -1,5 +1,7 @@
 """Sharded tensors put together: values, and the memory that it takes."""
 
+import time
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,6 +49,7 @@ def test_streaming_weights_takes_the_memory_of_the_largest_parameter():
         largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 1e6
         peaks = []
         for stream in (full_parameters(model), ((name, value.full_tensor()) for name, value in model.named_parameters())):
+            time.sleep(0.2)  # gloo's thread lets go of the stream before a moment after it ended
             before = resident_mb()
             forget_peak()
             for _, tensor in stream:
@@ -55,4 +58,4 @@ def test_streaming_weights_takes_the_memory_of_the_largest_parameter():
         return peaks
 
     for ours, full in run_distributed(fn, 2):
-        assert ours < 1.3 < 1.6 < full
+        assert ours < 1.15 < 1.8 < full

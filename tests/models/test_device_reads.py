@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.functional import ClipCov, PackedBatch
+from lightning_rlbatch.functional.segments import segment_ids
 from lightning_rlbatch.models.scored_positions import ScoredPositions
 from lightning_rlbatch.modules import PPOModule, SFTModule
 from lightning_rlbatch.testing import run_distributed
@@ -116,3 +117,8 @@ def test_prepared_positions_are_those_found_without_preparation_and_follow_a_cha
     assert not reads.places
     assert [each.tolist() for each in prepared] == [[0, 1, 3], [0], [0, 1, 3]]
     assert positions.find(batch.with_fields({"response_mask": mask & False | torch.tensor([0, 0, 1, 0, 0]).bool()}))[2].tolist() == [1]
+
+
+def test_what_is_not_counted_is_done_for_host_tensors_alone():
+    """A tensor without values cannot be read: whatever read it would raise."""
+    assert segment_ids(torch.empty(4, dtype=torch.int32, device="meta"), 7).shape == (7,)

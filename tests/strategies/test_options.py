@@ -321,6 +321,27 @@ def tiny_classifier(seed):
         return LlamaForSequenceClassification(config)
 
 
+def with_buffers_in_blocks():
+    """Buffers that have values on rank 0 alone until it sends them: they come from weights."""
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.register_buffer("largest", layer.mlp.up_proj.weight.detach().abs().max(dim=1).values)
+    return model
+
+
+def test_buffers_in_blocks_come_from_rank_zero_too():
+    def main(rank, size):
+        module = train(size, sft(policy=with_buffers_in_blocks, optimizer=momentum)).lightning_module
+        return whole_parameters(module), {name: value.clone() for name, value in module.policy.model.named_buffers()}
+
+    expected = {name: value for name, value in with_buffers_in_blocks().named_buffers() if "largest" in name}
+    (one, _), *others = (run_distributed(main, size, init_process_group=False)[-1] for size in (1, 2))
+    for parameters, buffers in others:
+        assert all(torch.equal(buffers[name], value) for name, value in expected.items())
+        for name, value in one.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_ranks_that_built_different_models_are_told_so():
     def main(rank, size):
         with pytest.raises(RuntimeError, match=r"rank 0 has model.lm_head.weight .*, rank 1 has model.model.extra"):

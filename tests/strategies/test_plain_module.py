@@ -65,4 +65,6 @@ def test_clipping_accumulation_validation_and_resume_equal_ddp(tmp_path):
         for other_step, other_metric, parameters in others:
             assert other_step == step == 6
             assert abs(other_metric - metric) < 1e-6
-            assert all(torch.equal(parameters[name], value) for name, value in expected.items())
+            assert parameters.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(parameters[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
