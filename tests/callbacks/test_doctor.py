@@ -60,11 +60,15 @@ def test_a_sound_run_has_no_diagnosis(run):
     assert first_seen(RUNS[run]) == {}
 
 
+# The one collapses slowly, and the other one answers with the longest responses at first.
+LATE = {"entropy collapse": 13, "reward hacking, seed 22": 15}
+
+
 @pytest.mark.parametrize(
     ("kind", "rule", "latest"),
     [
-        ("entropy collapse", "entropy_collapse", 13),
-        ("reward hacking", "reward_hacking_by_length", 15),
+        ("entropy collapse", "entropy_collapse", 9),
+        ("reward hacking", "reward_hacking_by_length", 12),
         ("high learning rate, few rollouts", "zero_variance_groups", 36),
         ("high learning rate, few rollouts", "starving_prompts", 55),
     ],
@@ -73,7 +77,7 @@ def test_every_run_that_went_wrong_is_diagnosed_while_it_goes_wrong(kind, rule, 
     runs = [name for name in RUNS if name.startswith(kind)]
     assert len(runs) >= 3
     for name in runs:
-        assert first_seen(RUNS[name]).get(rule, math.inf) <= latest, name
+        assert first_seen(RUNS[name]).get(rule, math.inf) <= LATE.get(name, latest), name
 
 
 @pytest.mark.parametrize(
