@@ -115,6 +115,12 @@ def _check_losses(run: RunConfig) -> Findings:
         yield refused("reward_weights", text=f"{len(weights)} reward_weights for {len(functions)} reward_functions. Give one weight each.")
     if isinstance(functions, list) and not functions and model.get("reward_model") is None:
         yield refused("reward_functions", text="Expected at least one reward function, or a reward_model.")
+    weight = model.get("reward_model_weight", 1.0)
+    if model.get("reward_model") is None and weight != 1:
+        yield refused(
+            "reward_model_weight",
+            text=f"reward_model_weight={weight} has no effect without a reward_model. Set that, or drop the weight.",
+        )
     norm, mode = model.get("loss_norm_constant"), model.get("loss_aggregation")
     if (mode == "seq-mean-token-sum-norm") != (norm is not None):
         yield refused(

@@ -127,7 +127,11 @@ class _WithoutWeights(TorchFunctionMode):
         """
         if self._has_drawn:
             return False
-        gc.collect()  # what is in a cycle with itself only is gone, too
+        if self._others_alive(model):
+            gc.collect()  # slow, and seldom needed: what is in a cycle with nothing but itself is gone, too
+        return not self._others_alive(model)
+
+    def _others_alive(self, model: nn.Module) -> bool:
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         alive = (reference() for reference in self._computed)
-        return all(tensor is None or id(tensor) in own for tensor in alive)
+        return any(tensor is not None and id(tensor) not in own for tensor in alive)

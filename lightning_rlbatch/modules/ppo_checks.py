@@ -84,6 +84,10 @@ def _check_rewards(module: "PPOModule") -> None:
         raise ValueError("Expected at least one reward function, or a reward_model. Pass reward_functions=[my_reward].")
     if module.reward_model_source is not None and module.max_sampling_rounds > 1:
         raise ValueError("max_sampling_rounds looks at reward functions only. Set it to 1 with a reward_model.")
+    if module.reward_model_source is None and module.reward_model_weight != 1:
+        raise ValueError(
+            f"reward_model_weight={module.reward_model_weight} has no effect without a reward_model. Set that, or drop the weight."
+        )
     for weight in (*module.reward_weights, module.reward_model_weight):
         if not math.isfinite(weight):
             raise ValueError(f"Expected the weights of rewards to be finite numbers but got {weight}.")

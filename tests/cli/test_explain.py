@@ -154,6 +154,7 @@ def test_all_errors_are_reported_at_once_and_the_exit_code_is_1(tmp_path, capsys
         ({"data": {"rollouts_per_prompt": 0}}, "at least 1 but is 0"),
         ({"data": {"balance": 1}}, "true or false"),
         ({"model": {"reward_weights": [1.0, 2.0]}}, "2 reward_weights for 1 reward_functions"),
+        ({"model": {"reward_model_weight": 2.0}}, "reward_model_weight=2.0 has no effect without a reward_model"),
         ({"model": {"advantage": {"class_path": "lightning_rlbatch.functional.GAE"}}}, "GAE needs values"),
         ({"model": {"loss_norm_constant": 5.0}}, "loss_norm_constant=5.0"),
         ({"model": {"critic_lr": 1e-5}}, "critic_lr=1e-05 has no effect without a critic"),

@@ -305,6 +305,7 @@ def test_a_kl_penalty_in_the_reward_beside_rewards_normalized_one_by_one_is_refu
         ({"loss_aggregation": "seq-mean-token-sum-norm", "loss_norm_constant": 0.0}, "loss_norm_constant to be positive but got 0.0"),
         ({"kl_coefficient": float("nan")}, "kl_coefficient to be a number, at least 0, but got nan"),
         ({"reward_weights": [float("inf")]}, "weights of rewards to be finite numbers but got inf"),
+        ({"reward_model_weight": 2.0}, "reward_model_weight=2.0 has no effect without a reward_model"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
         ({"validation_temperature": -1.0}, "validation_temperature to be at least 0"),
     ],
