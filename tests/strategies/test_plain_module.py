@@ -20,7 +20,7 @@ class Regression(pl.LightningModule):
     def configure_model(self):
         if self.net is None:
             torch.manual_seed(0)
-            self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 
     def training_step(self, batch, batch_idx):
         loss = 10 * self.net(batch).pow(2).sum()
@@ -35,7 +35,8 @@ class Regression(pl.LightningModule):
 
 
 def test_clipping_accumulation_validation_and_resume_equal_ddp(tmp_path):
-    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    # fp64: the norm that clips is a sum over shards here and over whole gradients there, equal but for its rounding
+    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def loader():
         return DataLoader(data, batch_size=4)
@@ -64,7 +65,7 @@ def test_clipping_accumulation_validation_and_resume_equal_ddp(tmp_path):
     for (step, metric, expected), *others in run_distributed(main, 2, init_process_group=False):
         for other_step, other_metric, parameters in others:
             assert other_step == step == 6
-            assert abs(other_metric - metric) < 1e-6
+            assert abs(other_metric - metric) < 1e-6  # callback_metrics are fp32
             assert parameters.keys() == expected.keys()
             for name, value in expected.items():
-                torch.testing.assert_close(parameters[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
