@@ -32,8 +32,6 @@ from lightning_rlbatch.functional.algorithms import (
     ClipCov,
     FunctionLoss,
     KLCov,
-    LossInputs,
-    PolicyLoss,
     PPOClip,
     Reinforce,
 )
@@ -98,6 +96,7 @@ from lightning_rlbatch.functional.per_rank import count_micro_steps, plan_rank
 from lightning_rlbatch.functional.plan import BatchPlan
 from lightning_rlbatch.functional.plan_input import OversizeWarning
 from lightning_rlbatch.functional.planning import plan_mini_batch, recut
+from lightning_rlbatch.functional.policy_loss_base import LossInputs, PolicyLoss
 from lightning_rlbatch.functional.rewards import combine_rewards, reward_columns
 from lightning_rlbatch.functional.schema import FieldSpec, Schema
 from lightning_rlbatch.functional.sizes import IterationSizes, iteration_sizes
