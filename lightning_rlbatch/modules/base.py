@@ -25,7 +25,8 @@ from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
 from lightning_rlbatch.modules.gradient_norm import total_norm
 from lightning_rlbatch.modules.hyperparameters import hyperparameters
-from lightning_rlbatch.modules.sharded_loading import LoadsShardedCheckpoints
+from lightning_rlbatch.modules.loading import LoadsFromCheckpoints
+from lightning_rlbatch.modules.schedulers import AdvancesSchedulers, PlateauSteps
 from lightning_rlbatch.modules.step_sums import accumulate, ratios
 from lightning_rlbatch.modules.stop_hooks import StopsTogether
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
@@ -62,7 +63,7 @@ class MicroBatchOutput:
 MicroBatchStep = Callable[[PackedBatch, Denominators], MicroBatchOutput]
 
 
-class RLBatchModule(LoadsShardedCheckpoints, StopsTogether):
+class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
     """Run the micro-batches of a mini-batch, then one optimizer step: one Lightning batch = one ``global_step``.
 
     A subclass builds its models in :meth:`build_models` and defines :meth:`micro_batch_step`. The gradient is the same
@@ -73,7 +74,8 @@ class RLBatchModule(LoadsShardedCheckpoints, StopsTogether):
 
     Args:
         optimizer: Makes the optimizer from parameter groups, for example ``torch.optim.AdamW`` with its ``init_args``.
-        lr_scheduler: Makes a scheduler that advances once per optimizer step.
+        lr_scheduler: Makes a scheduler that advances once per optimizer step; ``lightning.pytorch.cli.ReduceLROnPlateau``, which has the
+            metric to ``monitor``, advances once per iteration. Override ``configure_optimizers`` to say ``interval`` and ``frequency``.
         max_grad_norm: Largest gradient norm per role (policy, critic, ...); None leaves gradients alone. Replaces
             ``Trainer(gradient_clip_val=...)``, which Lightning refuses under manual optimization.
     """
@@ -88,7 +90,8 @@ class RLBatchModule(LoadsShardedCheckpoints, StopsTogether):
         super().__init__()
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"Expected max_grad_norm to be positive but got {max_grad_norm}. Pass None to switch clipping off.")
-        self.save_hyperparameters(hyperparameters(self, inspect.currentframe()))
+        arguments, self.unrecorded_arguments = hyperparameters(self, inspect.currentframe())
+        self.save_hyperparameters(arguments)
         self.automatic_optimization = False
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
@@ -169,9 +172,13 @@ class RLBatchModule(LoadsShardedCheckpoints, StopsTogether):
 
     @override
     def configure_callbacks(self) -> list[Any]:
-        """Add no callbacks; the first hook that a Trainer calls, used to refuse what Lightning would refuse in less helpful words."""
+        """Refuse what Lightning would refuse in less helpful words: this is the first hook that a Trainer calls.
+
+        Returns:
+            Callbacks that the module needs; a subclass adds its own to them.
+        """
         check_manual_optimization(self.trainer, self)
-        return []
+        return [PlateauSteps()]
 
     @override
     def configure_optimizers(self) -> Any:
@@ -261,10 +268,7 @@ class RLBatchModule(LoadsShardedCheckpoints, StopsTogether):
         assert not isinstance(optimizer, list)
         optimizer.step()  # calls on_before_optimizer_step after a loss scaler has unscaled the gradients
         optimizer.zero_grad(set_to_none=True)
-        scheduler = self.lr_schedulers()
-        if scheduler is not None and not self._skipped:
-            assert isinstance(scheduler, LRScheduler)
-            scheduler.step()
+        self.advance_schedulers(skipped=self._skipped, is_last_step=self.trainer.is_last_batch)
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
