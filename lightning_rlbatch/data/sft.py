@@ -1,6 +1,7 @@
 """The DataModule of supervised fine-tuning: any map-style dataset of token ids, in planned mini-batches."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
@@ -15,16 +16,18 @@ from lightning_rlbatch.data.iteration_loader import Resumable, overfits, trainer
 from lightning_rlbatch.data.mini_batch import MiniBatch
 from lightning_rlbatch.data.run_seed import run_seed
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
-from lightning_rlbatch.data.sources import NoValidation
+from lightning_rlbatch.data.sources import NoValidation, import_callable
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.workload import DEFAULT_COEFFICIENT
+from lightning_rlbatch.rollout.row_files import rows_of_file
 from lightning_rlbatch.strategies.access import meshes_of
 
-DatasetSource: TypeAlias = Callable[[], Any] | Any
-"""A map-style dataset, or a function that makes one. A sample is a mapping with ``input_ids`` [L] integers and ``response_mask`` [L],
-True where a token is trained on; the same for the same index on every rank."""
+DatasetSource: TypeAlias = str | Callable[[], Any] | Any
+"""A map-style dataset, a function that makes one or its import path, or the path of a JSONL or Parquet file with a sample per row. A sample
+is a mapping with ``input_ids`` [L] integers and ``response_mask`` [L], True where a token is trained on; the same for the same index on
+every rank."""
 
 
 class MiniBatchDataset(Dataset[MiniBatch]):
@@ -67,7 +70,7 @@ class SFTDataModule(pl.LightningDataModule):
     """Feed :class:`SFTModule`: one Lightning batch is one optimizer step on ``mini_batch_size`` samples over all ranks.
 
     Args:
-        train_dataset: Dataset of samples, or a function that makes it.
+        train_dataset: Samples, see ``DatasetSource``.
         val_dataset: The same for validation.
         mini_batch_size: Samples per optimizer step, over all ranks.
         max_tokens_per_rank: See :class:`BatchingOptions`.
@@ -198,9 +201,9 @@ def _measured(source: DatasetSource, name: str) -> tuple[Any, list[int], list[in
 
     Raises:
         TypeError: The source is no dataset with a length, or a sample no mapping.
-        ValueError: No samples, or one whose fields are missing or do not fit; the message names it.
+        ValueError: No samples, or one whose fields are missing or do not fit; the message names it. There is no such file or function.
     """
-    dataset: Any = source() if not hasattr(source, "__getitem__") and callable(source) else source
+    dataset = _dataset(source, name)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"{name} must be a map-style dataset (with __len__ and __getitem__) or a function that makes one, but is"
@@ -210,6 +213,17 @@ def _measured(source: DatasetSource, name: str) -> tuple[Any, list[int], list[in
         raise ValueError(f"{name} has no samples.")
     counts = [_counts(dataset[index], f"{name}: sample {index}") for index in range(len(dataset))]
     return dataset, [length for length, _ in counts], [scored for _, scored in counts]
+
+
+def _dataset(source: DatasetSource, name: str) -> Any:
+    if isinstance(source, str):
+        if Path(source).is_file():
+            return [row for _, row in rows_of_file(Path(source), option=name)]
+        maker = import_callable(source)
+        if maker is None:
+            raise ValueError(f"{name} is {source!r}, which is neither an existing file nor the import path of a function or dataset.")
+        return maker()
+    return source() if not hasattr(source, "__getitem__") and callable(source) else source
 
 
 def _counts(sample: Any, place: str) -> tuple[int, int]:

@@ -3,7 +3,10 @@
 import importlib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml", ".yml", ".safetensors", ".gguf", ".bin", ".pt", ".ckpt")
 
 
 def import_callable(path: str) -> Callable[..., Any] | None:
@@ -13,14 +16,15 @@ def import_callable(path: str) -> Callable[..., Any] | None:
         path: Such as ``my_project.models.build_policy``.
 
     Returns:
-        The object, or None if the text is no import path (a folder, a file or a hub name).
+        The object, or None if the text is no import path (a folder, a file or a hub name). What is there as a file or folder, or ends like
+        a data file, is not imported: ``train.jsonl`` may stand beside a ``train.py``.
 
     Raises:
         ValueError: The module exists but has no such attribute, or the attribute cannot be called.
         ImportError: The module exists but its own imports fail.
     """
     module_name, _, name = path.rpartition(".")
-    if not module_name or not all(part.isidentifier() for part in path.split(".")):
+    if not module_name or not all(part.isidentifier() for part in path.split(".")) or path.endswith(_FILES) or Path(path).exists():
         return None
     try:
         module = importlib.import_module(module_name)

@@ -17,33 +17,62 @@ class _Unknown(Exception):  # noqa: N818 - control flow inside this file, not an
     """A value cannot be described."""
 
 
-def hyperparameters(module: Any, frame: FrameType | None) -> dict[str, Any]:
+def hyperparameters(module: Any, frame: FrameType | None) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments that a module was made with, as plain values that a checkpoint may hold.
 
     LightningCLI's configuration is taken as it is. Otherwise numbers and texts stay, functions and classes become import paths,
     dataclass instances and ``functools.partial`` of classes become ``class_path`` with ``init_args``: the form of configuration files.
-    What has no such form (a lambda, a model) is left out, and has to be passed to ``load_from_checkpoint`` again.
+    An argument in whose place the class defines a method of the same name, such as ``policy_loss``, is left out.
 
     Args:
         module: The module, in its ``__init__``.
         frame: The frame of that ``__init__``.
+
+    Returns:
+        The arguments, and the names of those without such a form (a lambda, a function of the script that runs, a model): they have to be
+        passed to ``load_from_checkpoint`` again.
     """
     given = _given_hyperparameters.get()
     if given is not None:
-        return dict(given)
+        return {name: value for name, value in given.items() if not _defines(type(module), name)}, []
     arguments: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is module:
         names = inspect.getargvalues(frame)
         own = {name: names.locals[name] for name in names.args if name != "self"}
         arguments = {**arguments, **(names.locals[names.keywords] if names.keywords else {}), **own}  # outer classes win
         frame = frame.f_back
-    plain = {}
+    plain, unknown = {}, []
     for name, value in arguments.items():
+        if _defines(type(module), name):
+            continue
         try:
             plain[name] = describe(value)
         except _Unknown:
+            unknown.append(name)
+    return {**plain, "_instantiator": _INSTANTIATOR}, unknown
+
+
+def _defines(kind: type, name: str) -> bool:
+    """Whether a class defines what an argument of that name would say, as a method ``policy_loss`` does."""
+    return callable(inspect.getattr_static(kind, name, None))
+
+
+def required_arguments(kind: type) -> set[str]:
+    """Return the names of the arguments without a default of a class.
+
+    Args:
+        kind: Any class; one whose ``__init__`` takes ``**kwargs`` hands them to its next base.
+    """
+    required: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
             continue
-    return {**plain, "_instantiator": _INSTANTIATOR}
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        named = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+        required |= {item.name for item in named if item.default is item.empty}
+        if not any(item.kind is item.VAR_KEYWORD for item in parameters):
+            break
+    return required
 
 
 def describe(value: Any) -> Any:

@@ -37,8 +37,8 @@ def load_model(
         TypeError: The function returned something else than a transformers model.
         ValueError: There is no such folder or hub name; within seconds.
     """
-    maker = import_callable(source) if isinstance(source, str) and not Path(source).exists() else source
-    if isinstance(source, str) and (maker is None or maker is source):
+    maker = import_callable(source) if isinstance(source, str) else source
+    if isinstance(source, str) and maker is None:
         require_pretrained(source, option)
         without_weights = without_weights and not (Path(source) / "adapter_config.json").exists()  # the configuration has no adapters
         model: object = _without_weights(source, dtype) if without_weights else AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
@@ -74,7 +74,7 @@ def pretrained_name(source: ModelSource) -> str | None:
     """
     if not isinstance(source, str):
         return None
-    return source if Path(source).exists() or import_callable(source) is None else None
+    return source if import_callable(source) is None else None
 
 
 def _without_weights(source: str, dtype: torch.dtype) -> object:

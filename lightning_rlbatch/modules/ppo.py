@@ -237,8 +237,10 @@ class PPOModule(PPOCollection):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         checkpoint[_STATE] = {"kl_reward_coefficient": self.kl_reward_coefficient}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         self.kl_reward_coefficient = checkpoint[_STATE]["kl_reward_coefficient"]

@@ -66,9 +66,41 @@ def test_module_made_in_python_is_made_again_with_its_own_arguments(tmp_path):
 
 def test_what_has_no_import_path_is_passed_again(tmp_path):
     path, expected = trained(tmp_path, lambda: sft(policy=lambda: tiny_llama()), sft_data)
-    with pytest.raises(Exception, match="policy"):
+    with pytest.raises(TypeError, match=r"does not hold policy, which SFTModule needs.*SFTModule.load_from_checkpoint\(path, policy=...\)"):
         load(SFTModule, path)
     same_parameters(load(SFTModule, path, policy=lambda: tiny_llama(3)), expected)
+
+
+class OwnLoss(PPOModule):
+    def __init__(self, scale=2.0, **kwargs):
+        super().__init__(**kwargs)
+        self.scale = scale
+
+    def policy_loss(self, log_probs, old_log_probs, advantages, response_mask, cu_seqlens):
+        return -self.scale * advantages * log_probs
+
+
+def saved(module, path):
+    """Write what a Trainer would, without one."""
+    module.configure_model()
+    checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams), "pytorch-lightning_version": "2.6.0"}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, path)
+    return checkpoint["hyper_parameters"]
+
+
+def test_arguments_that_are_not_recorded_are_named_and_those_that_have_no_effect_are_not_recorded(tmp_path):
+    path = tmp_path / "module.ckpt"
+    arguments = saved(OwnLoss(scale=3.0, policy=tiny_llama, reward_functions=[lambda completions: [0.0] * len(completions)]), path)
+    assert "policy_loss" not in arguments
+    for kind in (OwnLoss, PPOModule):
+        with pytest.raises(TypeError, match=f"does not hold reward_functions, which {kind.__name__} needs"):
+            load(kind, path)
+    assert load(OwnLoss, path, reward_functions=[length_reward]).scale == 3.0
+    saved(PPOModule(tiny_llama, [length_reward], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)), path)
+    with pytest.warns(UserWarning, match=r"optimizer: what the run had could not be recorded, so PPOModule has the default"):
+        load(PPOModule, path)
+    assert isinstance(load(PPOModule, path, optimizer=ADAMW).configure_optimizers(), torch.optim.AdamW)  # and no warning
 
 
 def test_fresh_process_without_the_command_line_loads_it(tmp_path):

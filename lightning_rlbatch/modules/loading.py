@@ -1,0 +1,117 @@
+"""``load_from_checkpoint``: of folders with one file per rank too, and clear about arguments that no checkpoint can hold."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from typing_extensions import Self, override
+
+from lightning_rlbatch.modules.hyperparameters import required_arguments
+from lightning_rlbatch.strategies.sharded import METADATA, fill_alone, outline, read_meta
+
+_UNRECORDED = "rlbatch_unrecorded_arguments"  # key in Lightning checkpoints
+
+
+class LoadsFromCheckpoints(pl.LightningModule):
+    """Makes a module from a checkpoint file or from the folder of a sharded one, in one process, without a Trainer.
+
+    Attributes:
+        unrecorded_arguments: Arguments of this module that its checkpoints cannot hold, such as a lambda.
+    """
+
+    unrecorded_arguments: Sequence[str] = ()
+    _unrecorded_in_checkpoint: Sequence[str] = ()
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_UNRECORDED] = list(self.unrecorded_arguments)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._unrecorded_in_checkpoint = checkpoint.get(_UNRECORDED, ())
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Make the module again with the arguments and the weights of a checkpoint.
+
+        Args:
+            checkpoint_path: File, or folder that ``RLBatchFSDPStrategy(save_distributed_checkpoint=True)`` wrote on any number of ranks.
+                Of a folder one tensor at a time is read into the module. A subclass with an ``on_load_checkpoint`` of its own is given
+                the whole checkpoint, as it may rename or change what it holds.
+            map_location: As in Lightning, as the following ones.
+            hparams_file: YAML or CSV file of arguments in place of the checkpoint's.
+            strict: Whether names must agree.
+            weights_only: False trusts a checkpoint that holds other objects than tensors and plain values.
+            **kwargs: Arguments of the module in place of the checkpoint's.
+
+        Raises:
+            TypeError: The checkpoint lacks arguments that have no default, because they could not be recorded; the message names them.
+            RuntimeError: The checkpoint is damaged, or has other names or shapes than the module.
+        """
+        options: dict[str, Any] = {"hparams_file": hparams_file, "strict": strict, "weights_only": weights_only}
+        path = Path(checkpoint_path) if isinstance(checkpoint_path, (str, Path)) else None
+        try:
+            if path is not None and (path / METADATA).is_file():
+                module = cls._load_from_folder(path, map_location, options, kwargs)
+            else:
+                module = super().load_from_checkpoint(checkpoint_path, map_location, **options, **kwargs)
+        except Exception as error:
+            missing = [] if path is None or hparams_file is not None else sorted(required_arguments(cls) - _recorded(path) - kwargs.keys())
+            if not missing:
+                raise
+            raise TypeError(_not_recorded(cls, missing, path)) from error
+        lost = [name for name in module._unrecorded_in_checkpoint if name not in kwargs]
+        if lost:
+            rank_zero_warn(
+                f"{', '.join(lost)}: what the run had could not be recorded, so {cls.__name__} has the default. {_advice(cls, lost)}"
+            )
+        return module
+
+    @classmethod
+    def _load_from_folder(cls, folder: Path, map_location: Any, options: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        content, checkpoint = io.BytesIO(), outline(folder, read_meta(folder, weights_only=options["weights_only"] is not False))
+        stored = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+        needs_values = not cls.on_load_checkpoint.__module__.startswith(("lightning.", "lightning_rlbatch."))
+        if needs_values:
+            whole = {name: torch.empty_like(value, memory_format=torch.contiguous_format) for name, value in stored.items()}
+            fill_alone(folder, whole, whole.keys())
+            checkpoint["state_dict"] |= whole
+        torch.save(checkpoint, content)  # Lightning takes a file: small if its tensors have no memory of their own
+        content.seek(0)
+        module = super().load_from_checkpoint(content, map_location, **options, **arguments)
+        if not needs_values:
+            fill_alone(folder, module.state_dict(), stored.keys())
+        return module
+
+
+def _recorded(path: Path) -> set[str]:
+    """Return the names of the arguments in a checkpoint, file or folder; weights are not read."""
+    if (path / METADATA).is_file():
+        meta = read_meta(path, weights_only=False)
+    else:
+        meta = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    return set(meta.get("hyper_parameters", {}))
+
+
+def _not_recorded(cls: type, names: Sequence[str], path: Path | None) -> str:
+    return f"{path} does not hold {' and '.join(names)}, which {cls.__name__} needs. {_advice(cls, names)}"
+
+
+def _advice(cls: type, names: Sequence[str]) -> str:
+    return (
+        "A lambda, a function of the script that ran, or an object has no import path to record. Pass it:"
+        f" {cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in names)})."
+    )
