@@ -23,6 +23,7 @@ from lightning_rlbatch.distributed.reductions import all_reduce_sums, gradient_s
 from lightning_rlbatch.functional.aggregation import Denominators
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.models.scorer import TokenScorer
+from lightning_rlbatch.modules.callback_checks import check_callbacks
 from lightning_rlbatch.modules.gradient_norm import total_norm
 from lightning_rlbatch.modules.hyperparameters import hyperparameters
 from lightning_rlbatch.modules.loading import LoadsFromCheckpoints
@@ -167,6 +168,7 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
         if not self._built:
             if self._trainer is not None:
                 check_strategy(self.trainer, self)
+                check_callbacks(self.trainer, self)  # those of `configure_callbacks`, too
             self.build_models()
             self._built = True
 
@@ -178,6 +180,7 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
             Callbacks that the module needs; a subclass adds its own to them.
         """
         check_manual_optimization(self.trainer, self)
+        check_callbacks(self.trainer, self)
         return [PlateauSteps()]
 
     @override
@@ -188,23 +191,32 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler_factory(optimizer)}
 
     @override
-    def training_step(self, batch: MiniBatch, batch_idx: int) -> None:
+    def training_step(self, batch: MiniBatch, batch_idx: int) -> dict[str, Tensor]:
+        """Train on one mini-batch.
+
+        Args:
+            batch: This rank's part.
+            batch_idx: Its number in the epoch.
+
+        Returns:
+            ``loss``, of all ranks: it is there for callbacks that look at the outputs.
+        """
         if not isinstance(batch, MiniBatch):
             raise TypeError(
                 f"{type(self).__name__} trains on MiniBatch objects but the dataloader yielded {type(batch).__name__}."
                 " Use RolloutDataModule, ReplayDataModule or SFTDataModule, or yield MiniBatch from your own loader."
             )
         try:
-            self._train_on(batch)
+            return {"loss": self._train_on(batch)}
         except StopIteration as error:
             raise end_of_data_is_an_error(error, f"The training step of {type(self).__name__}") from error
 
-    def _train_on(self, batch: MiniBatch) -> None:
+    def _train_on(self, batch: MiniBatch) -> Tensor:
         denominators = self.count(batch)
         sums = self.accumulate_gradients(batch, denominators)
         self._empty_step = bool(denominators.num_tokens == 0)
         self._optimizer_step()
-        self._log_step(sums, batch, denominators)
+        return self._log_step(sums, batch, denominators)
 
     def accumulate_gradients(self, batch: MiniBatch, denominators: Denominators) -> dict[str, Tensor | float]:
         """Run every micro-batch of this rank forward and backward, all ranks together; gradients are synchronised at the end.
@@ -307,7 +319,7 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
 
     # -- metrics -------------------------------------------------------------------------------------------------------------
 
-    def _log_step(self, sums: dict[str, Tensor | float], batch: MiniBatch, denominators: Denominators) -> None:
+    def _log_step(self, sums: dict[str, Tensor | float], batch: MiniBatch, denominators: Denominators) -> Tensor:
         totals = all_reduce_sums(sums, self.meshes.dp_group)
         metrics = ratios(totals)
         metrics["train/loss"] = totals["train/loss\0numerator"]  # already divided by global denominators
@@ -318,3 +330,4 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
         self._logged |= metrics.keys()
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1, sync_dist=False)
         self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, batch_size=1)
+        return torch.tensor(metrics["train/loss"])

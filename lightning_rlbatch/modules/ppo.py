@@ -4,6 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_rlbatch.callbacks.recorder import RolloutRecorder
@@ -182,13 +183,14 @@ class PPOModule(PPOCollection):
     # -- update ------------------------------------------------------------------------------------------------------------------
 
     @override
-    def training_step(self, batch: MiniBatch, batch_idx: int) -> None:
-        super().training_step(batch, batch_idx)
+    def training_step(self, batch: MiniBatch, batch_idx: int) -> dict[str, Tensor]:
+        outputs = super().training_step(batch, batch_idx)
         if self._collection_metrics:
             self.log_dict(self._collection_metrics, batch_size=1)
             if "reward/mean" in self._collection_metrics:  # not of recorded rollouts
                 self.log("reward", self._collection_metrics["reward/mean"], prog_bar=True, logger=False, batch_size=1)
             self._collection_metrics = {}
+        return outputs
 
     # -- validation --------------------------------------------------------------------------------------------------------------
 

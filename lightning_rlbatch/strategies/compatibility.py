@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
 
 
 def mixed_up_packages() -> str:
@@ -50,4 +50,21 @@ def check_links(trainer: "pl.Trainer") -> None:
             raise MisconfigurationException(
                 "With async_save a link to the last checkpoint may move only when that is complete, but"
                 f" {type(callback).__name__}(save_last='link') moves it at once. Use RLBatchModelCheckpoint(save_last='link')."
+            )
+
+
+def check_whole_copies(trainer: Any) -> None:
+    """Refuse callbacks that keep a whole copy of the module beside its shards.
+
+    Args:
+        trainer: A Trainer whose strategy will shard the module.
+
+    Raises:
+        MisconfigurationException: Names the callback.
+    """
+    for callback in trainer.callbacks:
+        if trainer.state.fn == "fit" and isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} works on a whole copy of the module, but RLBatchFSDPStrategy keeps shards. Remove it, or train"
+                " with strategy='ddp'."
             )

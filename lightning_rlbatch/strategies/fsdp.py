@@ -28,7 +28,12 @@ from lightning_rlbatch.distributed.fingerprint import CollectiveCheck
 from lightning_rlbatch.distributed.mesh import Meshes, build_meshes, check_world
 from lightning_rlbatch.functional.gradient_sync import GradientSync
 from lightning_rlbatch.strategies.atomic import AtomicCheckpointIO
-from lightning_rlbatch.strategies.compatibility import check_lightning_module, check_links, mixed_up_packages
+from lightning_rlbatch.strategies.compatibility import (
+    check_lightning_module,
+    check_links,
+    check_whole_copies,
+    mixed_up_packages,
+)
 from lightning_rlbatch.strategies.failure import FailureReport, require_ranks
 from lightning_rlbatch.strategies.launch import ProcessLauncher, ScriptLauncher
 from lightning_rlbatch.strategies.materialize import Materializer
@@ -190,6 +195,8 @@ class RLBatchFSDPStrategy(SynchronizingStrategy):
 
     @override
     def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        check_whole_copies(self.lightning_module.trainer)
         ParallelStrategy.setup_environment(self)
         self.set_world_ranks()
         # Every rank raises here, before it joins a process group in which the others would wait.
@@ -215,7 +222,6 @@ class RLBatchFSDPStrategy(SynchronizingStrategy):
         if self.check_collectives:
             self.collective_check = CollectiveCheck(self._meshes.world_group)
         self._device_mesh = self._meshes.batch
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
     @override

@@ -20,6 +20,7 @@ PRIVATE_NAMES: dict[str, str] = {
     # -- Lightning: modules, callbacks -------------------------------------------------------------------------------------------
     "lightning.pytorch.LightningModule._trainer": "tells a module without a Trainer; the public property raises",
     "lightning.pytorch.LightningModule._device_mesh": "its public property `device_mesh` reads it, and strategies set it",
+    "lightning.pytorch.callbacks.ModelCheckpoint._train_time_interval": "the stock class never saves by it under manual optimization",
     "lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates": "the metrics to compare by and to fill names with",
     "lightning.pytorch.callbacks.ModelCheckpoint._should_skip_saving_checkpoint": "sanity check, fast_dev_run, saved already",
     "lightning.pytorch.callbacks.ModelCheckpoint._should_save_on_train_epoch_end": "before or after validation",
