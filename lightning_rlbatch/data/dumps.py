@@ -16,6 +16,7 @@ from lightning_rlbatch.data.store import SAMPLE_ID
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.functional.schema import Schema
 from lightning_rlbatch.rollout.dispatch import contiguous_share
+from lightning_rlbatch.rollout.recorded_files import natural_order
 from lightning_rlbatch.rollout.row_files import completion_text, rows_of_file
 
 PROMPT_KEYS = ("prompt", "input")
@@ -295,4 +296,4 @@ def dump_files(path: Path) -> list[Path]:
     found = [file for file in path.rglob("*") if file.suffix in (".jsonl", ".parquet") and file.is_file()]
     if not found:
         raise ValueError(f"{path} is neither a .jsonl or .parquet file nor a folder with such files.")
-    return sorted(found, key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(file))])
+    return sorted(found, key=natural_order)

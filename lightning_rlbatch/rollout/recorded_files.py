@@ -37,7 +37,20 @@ def recorded_files(path: Path) -> list[Path]:
     ]
     if not found:
         raise ValueError(f"{path} holds no .safetensors, .jsonl or .parquet file of recorded rollouts.")
-    return sorted(found, key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(file))])
+    return sorted(found, key=natural_order)
+
+
+def natural_order(path: Path) -> list[list[str | int]]:
+    """Return what to sort paths by so that 2 comes before 10, and a folder before those whose names go on (``a/x``, ``a.1/x``).
+
+    Args:
+        path: Any.
+
+    Example:
+        >>> sorted(map(Path, ["a10/x", "a2.1/x", "a2/x"]), key=natural_order)
+        [PosixPath('a2/x'), PosixPath('a2.1/x'), PosixPath('a10/x')]
+    """
+    return [[int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", part)] for part in path.parts]
 
 
 def turns_of_recording(path: Path) -> Iterator[tuple[tuple[int, ...], Completion, int]]:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +41,11 @@ class RecordedCompletion:
 class ReplayEngine:
     """Serve recorded completions instead of sampling: to debug a trainer without generation, or to train off-line.
 
-    A request is served what was recorded for its prompt and seed. If that seed was not recorded (text dumps know no seeds), the
-    seed picks one of the prompt's completions, the same on any rank and world size. Limits of the request hold: a completion is cut
-    behind the first stop token and at ``max_new_tokens``, as if it had been sampled under them. Temperature, ``top_k`` and ``top_p``
-    have no effect, nor have the policy's weights.
+    A request is served what was recorded for its prompt and seed. If both were recorded more often (every validation draws the same
+    random numbers), the same request is served them in their order, and the first one again after the last. If that seed was not
+    recorded (text dumps know no seeds), the seed picks one of the prompt's completions, the same on any rank and world size. Limits of
+    the request hold: a completion is cut behind the first stop token and at ``max_new_tokens``, as if it had been sampled under them.
+    Temperature, ``top_k`` and ``top_p`` have no effect, nor have the policy's weights.
 
     Args:
         records: The completions.
@@ -54,12 +56,12 @@ class ReplayEngine:
 
     def __init__(self, records: Iterable[RecordedCompletion]) -> None:
         self._of_prompt: dict[tuple[int, ...], list[Completion]] = {}
-        self._of_seed: dict[tuple[tuple[int, ...], int], Completion] = {}
+        self._of_seed: dict[tuple[tuple[int, ...], int], deque[Completion]] = {}  # what comes next is on the left
         self._asleep = False
         for record in records:
             self._of_prompt.setdefault(record.prompt_ids, []).append(record.completion)
             if record.seed is not None:
-                self._of_seed[record.prompt_ids, record.seed] = record.completion
+                self._of_seed.setdefault((record.prompt_ids, record.seed), deque()).append(record.completion)
         if not self._of_prompt:
             raise ValueError("ReplayEngine needs recorded completions but got none.")
 
@@ -73,7 +75,7 @@ class ReplayEngine:
         with ``prompt_ids`` and ``completion_ids``, or texts as verl (``input``, ``output``) and TRL (``prompt``, ``completion``) dump
         them. Texts are tokenized again, and their log-probs are NaN: let the trainer compute old log-probs, and correct for no mismatch.
         A last line that breaks off is left out with a warning. What ``RolloutRecorder`` wrote is read too, and served to the requests of
-        the run that was recorded, turn by turn.
+        the run that was recorded, turn by turn; of prompts that a resumed run sampled again, the last completions.
 
         Args:
             path: The file, or a folder of such files.
@@ -85,7 +87,7 @@ class ReplayEngine:
             FileNotFoundError: There is nothing of this name.
             ValueError: If a row is neither of these; the message names its line.
         """
-        return cls(record for file in recorded_files(Path(path)) for record in _records(file, encode, eos_token_id))
+        return cls(_records(recorded_files(Path(path)), encode, eos_token_id))
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, on_progress: ProgressCallback | None = None
@@ -121,7 +123,11 @@ class ReplayEngine:
                 f"Prompt {index} ({len(prompt)} tokens, beginning with {list(prompt[:8])}) was not recorded; there are completions of "
                 f"{len(self._of_prompt)} other prompts. Replay with the prompts and the tokenizer of the recorded run."
             )
-        return self._of_seed.get((prompt, request.seed), recorded[request.seed % len(recorded)])
+        in_turn = self._of_seed.get((prompt, request.seed))
+        if in_turn is None:
+            return recorded[request.seed % len(recorded)]
+        in_turn.rotate(-1)
+        return in_turn[-1]
 
     def update_weights(self, weights: WeightStream) -> None:
         """Consume the weights without effect."""
@@ -142,7 +148,8 @@ class RecordingEngine:
 
     Args:
         engine: What samples.
-        path: JSONL file; rows are appended after every :meth:`generate`. Each rank needs a file of its own.
+        path: JSONL file; rows are appended after every :meth:`generate`. Each rank needs a file of its own, and each run: what is in the
+            file already is served before what is appended.
     """
 
     def __init__(self, engine: RolloutEngine, path: str | os.PathLike[str]) -> None:
@@ -192,11 +199,14 @@ def _cut(completion: Completion, sampling: SamplingParams, limit: int) -> Comple
     return completion
 
 
-def _records(file: Path, encode: Callable[[Any], Sequence[int]] | None, eos: int | None) -> Iterator[RecordedCompletion]:
-    if file.suffix == ".safetensors":
-        yield from (RecordedCompletion(*turn) for turn in turns_of_recording(file))
-    else:
-        yield from (_record(row, place, encode, eos) for place, row in rows_of_file(file, on_cut=warnings.warn))
+def _records(files: Sequence[Path], encode: Callable[[Any], Sequence[int]] | None, eos: int | None) -> Iterator[RecordedCompletion]:
+    of_recorder: dict[tuple[tuple[int, ...], int], RecordedCompletion] = {}  # later parts of an iteration replace earlier ones
+    for file in files:
+        if file.suffix == ".safetensors":
+            of_recorder |= {(turn[0], turn[2]): RecordedCompletion(*turn) for turn in turns_of_recording(file)}
+        else:
+            yield from (_record(row, place, encode, eos) for place, row in rows_of_file(file, on_cut=warnings.warn))
+    yield from of_recorder.values()
 
 
 def _record(row: Mapping[str, Any], place: str, encode: Callable[[Any], Sequence[int]] | None, eos: int | None) -> RecordedCompletion:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_rlbatch.rollout.engine import Completion, ProgressCallback, RolloutRequest, SamplingParams, WeightStream
+from lightning_rlbatch.rollout.vllm_start import inside_training
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
@@ -85,21 +86,21 @@ class VLLMEngine:
         except ImportError as error:
             raise ImportError("VLLMEngine needs vLLM. Install it with: pip install 'lightning-rlbatch[vllm]'") from error
         limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        llm = LLM(
-            model=model,
-            tensor_parallel_size=tensor_parallel_size,
-            # vLLM joins the ranks that exist (RANK, WORLD_SIZE, ...) and runs in their processes instead of starting its own
-            distributed_executor_backend="external_launcher",
-            dtype=dtype,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=enforce_eager,
-            enable_sleep_mode=sleep_level > 0,
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # no sampling defaults from the model's folder
-            logprobs_mode=logprobs_mode,
-            seed=seed,
-            **{name: value for name, value in limits.items() if value is not None},
-        )
+        with inside_training():
+            llm = LLM(
+                model=model,
+                tensor_parallel_size=tensor_parallel_size,
+                distributed_executor_backend="external_launcher",  # joins the ranks that exist, and runs in their processes
+                dtype=dtype,
+                gpu_memory_utilization=gpu_memory_utilization,
+                enforce_eager=enforce_eager,
+                enable_sleep_mode=sleep_level > 0,
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # no sampling defaults from the model's folder
+                logprobs_mode=logprobs_mode,
+                seed=seed,
+                **{name: value for name, value in limits.items() if value is not None},
+            )
         return cls(llm, logprobs_mode=logprobs_mode, sleep_level=sleep_level)
 
     def generate(
@@ -229,7 +230,7 @@ def _vllm_params(request: RolloutRequest, sampling: SamplingParams) -> Any:
     return VLLMSamplingParams(
         max_tokens=request.limit(sampling),
         temperature=sampling.temperature,
-        top_k=sampling.top_k or -1,
+        top_k=sampling.top_k,  # 0 means all tokens to vLLM, too
         top_p=sampling.top_p,
         seed=request.seed,
         stop_token_ids=list(sampling.stop_token_ids),

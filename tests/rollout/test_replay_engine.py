@@ -22,6 +22,15 @@ def test_what_was_recorded_is_replayed_to_the_last_bit_on_any_share(tmp_path: Pa
         assert [shares[i % world_size][i // world_size] for i in range(len(requests))] == expected
 
 
+def test_a_request_that_recurs_is_served_what_was_recorded_in_its_order_and_then_again() -> None:
+    records = [RecordedCompletion((3,), Completion([token], [-1.0], "stop"), seed) for token, seed in ((5, 0), (6, 1), (7, 0), (8, 0))]
+    engine = ReplayEngine(records)
+    served = [engine.generate([RolloutRequest([3], 0), RolloutRequest([3], 1)], SAMPLING) for _ in range(4)]
+    assert [[completion.token_ids[0] for completion in pair] for pair in served] == [[5, 6], [7, 6], [8, 6], [5, 6]]
+    twice = ReplayEngine(records).generate([RolloutRequest([3], 0)] * 2, SAMPLING)
+    assert [completion.token_ids[0] for completion in twice] == [5, 7]
+
+
 def test_an_unknown_seed_picks_one_of_the_prompts_completions() -> None:
     records = [RecordedCompletion((3,), Completion([token], [-1.0], "stop")) for token in range(5)]
     engine = ReplayEngine(records)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 from hand_made import ScriptedPPO, prompts, varied_reward
@@ -9,6 +10,7 @@ from helpers import ToyTokenizer, make_trainer, tiny_llama
 
 from lightning_rlbatch.callbacks import RolloutCallback
 from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.data.recording import RecordingFile, file_name, save_rollouts
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.rollout import (
     Completion,
@@ -97,3 +99,8 @@ def test_seeds_of_a_recording_are_those_of_the_requests(tmp_path):
     request = RolloutRequest(ids[:1], rollout_seed(4, 1, 1, 1))
     expected = Completion(ids[1:], log_probs[1:], "stop")
     assert engine.generate([request], SamplingParams(16)) == [expected]
+    shutil.copytree(path / "iteration_000001", path / "iteration_000001.1")  # a resumed run has sampled the prompts again
+    first = RecordingFile(path / "iteration_000001" / file_name(0))
+    samples = first.load()
+    save_rollouts(first.path, samples.with_fields(per_token={"input_ids": samples["input_ids"].clamp(max=9)}), first.header)
+    assert ReplayEngine.from_file(path).generate([request], SamplingParams(16)) == [expected]

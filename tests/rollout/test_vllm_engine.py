@@ -1,9 +1,12 @@
 """VLLMEngine against a stand-in that checks calls and arguments (see vllm_stand_in.py); the marked test runs vLLM itself."""
 
+import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vllm_stand_in
@@ -33,6 +36,34 @@ def test_it_joins_the_training_processes_and_passes_limits_only_if_given() -> No
     assert (arguments["tensor_parallel_size"], arguments["max_num_seqs"], arguments["max_model_len"]) == (2, 64, None)
     assert arguments["enable_sleep_mode"] is False
     assert arguments["logprobs_mode"] == "processed_logprobs"
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_it_starts_under_any_launcher_and_leaves_what_trains_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    def seeded() -> None:
+        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+            set_seed(7)
+
+    monkeypatch.delenv("RANK", raising=False)  # Lightning's own launcher does not set it
+    monkeypatch.setenv("MASTER_PORT", "1")
+    environment = dict(os.environ)
+    seeded()
+    expected = drawn()
+    seeded()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):  # as Lightning makes the policy's device the default one
+            launched = VLLMEngine.from_pretrained("x").llm.launched
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert drawn() == expected
+    assert dict(os.environ) == environment
+    assert (launched["RANK"], launched["MASTER_ADDR"]) == ("0", "127.0.0.1")
+    assert int(launched["MASTER_PORT"]) > 1
 
 
 @pytest.mark.usefixtures("stand_in")

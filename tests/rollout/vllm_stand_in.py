@@ -4,9 +4,12 @@ It shows that VLLMEngine speaks vLLM's interface as documented, not that vLLM be
 """
 
 import dataclasses
+import os
+import random
 import types
 from typing import Any
 
+import numpy as np
 import torch
 from rollout_toys import toy_llama
 
@@ -52,6 +55,12 @@ class LLM:
         max_num_batched_tokens: int | None = None,
     ) -> None:
         self.arguments = {name: value for name, value in locals().items() if name != "self"}
+        assert distributed_executor_backend == "external_launcher"  # which reads these variables
+        self.launched = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+        for set_seed in (random.seed, np.random.seed, torch.manual_seed):  # as in processes that vLLM did not start
+            set_seed(seed)
+        assert torch.empty(0).dtype == torch.float32
+        assert torch.empty(0).device.type == "cpu"
         self.model = toy_llama(0)
         self.calls: list[str] = []
         self.asleep: set[str] = set()
