@@ -8,9 +8,11 @@ from lightning_rlbatch.cli.findings import Finding
 from lightning_rlbatch.cli.memory import MemoryEstimate, estimate_memory, memory_json, tokens_per_gpu
 from lightning_rlbatch.cli.model_facts import ModelFacts, model_facts
 from lightning_rlbatch.cli.option_states import OptionState, option_states
+from lightning_rlbatch.cli.rules_algorithms import check_algorithms
 from lightning_rlbatch.cli.rules_batching import check_batching
 from lightning_rlbatch.cli.rules_engine import check_engine
 from lightning_rlbatch.cli.rules_names import check_names
+from lightning_rlbatch.cli.rules_ranges import check_ranges
 from lightning_rlbatch.cli.rules_sources import check_sources
 from lightning_rlbatch.cli.rules_training import check_training
 from lightning_rlbatch.cli.run_config import RunConfig
@@ -69,7 +71,8 @@ def check(run: RunConfig, *, offline: bool = False) -> tuple[Finding, ...]:
         offline: True refuses pretrained models that would have to be downloaded.
     """
     sources = check_sources(run, offline=offline)
-    found = [*check_names(run), *check_batching(run), *check_training(run), *check_engine(run), *sources]
+    rules = (check_names, check_ranges, check_batching, check_training, check_algorithms, check_engine)
+    found = dict.fromkeys([*(finding for rule in rules for finding in rule(run)), *sources])  # each once
     order = {"refused": 0, "without effect": 1, "note": 2}
     return tuple(sorted(found, key=lambda finding: order[finding.level]))
 

@@ -5,42 +5,15 @@ from lightning_rlbatch.cli.run_config import RunConfig
 
 BUDGETS = ("max_tokens_per_rank", "log_prob_max_tokens_per_rank", "critic_max_tokens_per_rank")
 _COUNTS = ("micro_batch_size", "log_prob_micro_batch_size", "critic_micro_batch_size")
-_POSITIVE = (
-    "train_batch_size",
-    "mini_batch_size",
-    "rollouts_per_prompt",
-    "ppo_epochs",
-    "max_tokens_per_rank",
-    "micro_batch_size",
-    "log_prob_max_tokens_per_rank",
-    "log_prob_micro_batch_size",
-    "critic_max_tokens_per_rank",
-    "critic_micro_batch_size",
-    "max_prompt_length",
-    "max_response_length",
-    "val_batch_size",
-    "val_rollouts_per_prompt",
-    "sequence_parallel_size",
-    "data_parallel_replicate_size",
-)
 
 
 def check_batching(run: RunConfig) -> Findings:
     """Find options of cutting and spreading that are refused, without effect, or surprising."""
-    yield from _check_positive(run)
     yield from _check_one_budget(run)
     yield from _check_ranks(run)
     yield from _check_budget_holds_a_sample(run)
     yield from _check_balancing(run)
     yield from _check_divisibility(run)
-
-
-def _check_positive(run: RunConfig) -> Findings:
-    for section in (run.data, run.strategy):
-        for name in _POSITIVE:
-            value = section.given.get(name)
-            if section.has(name) and isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                yield refused(name, text=f"`{name}` must be at least 1 but is {value}.")
 
 
 def _check_one_budget(run: RunConfig) -> Findings:

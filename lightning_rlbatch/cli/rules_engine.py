@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
-from lightning_rlbatch.cli.findings import Findings, refused, without_effect
+from lightning_rlbatch.cli.findings import Findings, note, refused, without_effect
 from lightning_rlbatch.cli.imports import is_import_path
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
+
+RECORDINGS = (".safetensors", ".jsonl", ".parquet")
 
 
 def check_engine(run: RunConfig) -> Findings:
@@ -23,9 +25,8 @@ def check_engine(run: RunConfig) -> Findings:
     if engine.name == "TransformersEngineConfig" and size > 1 and not overridden:
         problem = problems.spanning_problem(engine.name, size)
         yield refused(problem.option, text=problem.text)
-    limit = engine.get("max_batch_size")
-    if engine.name == "TransformersEngineConfig" and isinstance(limit, int) and limit < 1:
-        yield refused("max_batch_size", text=f"`max_batch_size` must be at least 1 but is {limit}.")
+    if engine.name == "ReplayEngineConfig":
+        yield from _check_replay(run)
     if engine.name == "VLLMEngineConfig":
         yield from _check_vllm(run, size)
     if run.kind == "replay":
@@ -34,6 +35,25 @@ def check_engine(run: RunConfig) -> Findings:
                 yield without_effect(name, "recorded rollouts are replayed: nothing is generated.")
     elif run.data.get("val_prompts") is None:
         yield from _check_bounds(run)
+
+
+def _check_replay(run: RunConfig) -> Findings:
+    """Find what the replay engine, which has what was recorded and nothing else, cannot serve."""
+    path = run.engine.get("path")
+    if isinstance(path, str):
+        place = Path(path)
+        if not place.exists():
+            yield refused("path", text=f"`path` of ReplayEngineConfig: there is neither a file nor a folder {path} in {Path.cwd()}.")
+        elif place.is_dir() and not any(file.suffix in RECORDINGS for file in place.rglob("*")):
+            yield refused("path", text=f"`path` of ReplayEngineConfig: {path} holds no {', '.join(RECORDINGS)} file of recorded rollouts.")
+    if run.data.get("val_prompts") is not None and run.trainer.get("limit_val_batches") != 0:
+        yield note(
+            "val_prompts", text="A replay has no completions for validation, which are not recorded: it fails there. Drop val_prompts?"
+        )
+    if (run.model.number("max_sampling_rounds") or 1) > 1:
+        yield note(
+            "max_sampling_rounds", text="What was sampled again is not recorded: a replay with max_sampling_rounds above 1 may fail."
+        )
 
 
 def _check_vllm(run: RunConfig, size: int) -> Findings:

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_rlbatch.cli.annotations import misfit
 from lightning_rlbatch.cli.config_file import ConfigFileError
 from lightning_rlbatch.cli.findings import Findings, note, refused
 from lightning_rlbatch.cli.run_config import RunConfig, Section
-from lightning_rlbatch.cli.signatures import REQUIRED, Option, class_source
+from lightning_rlbatch.cli.signatures import REQUIRED, Option, part_source
 from lightning_rlbatch.cli.suggestions import suggest
 from lightning_rlbatch.cli.translations import translate
 
@@ -40,7 +41,7 @@ def check_unknown_names(run: RunConfig) -> Findings:
             if section.options is not None and name not in section.options:
                 meant = suggest(name, section.options, run, value=value, within=section.key)
                 yield refused(name, text=f"{section.name} has no option `{name}`.{meant}")
-            elif isinstance(value, dict | list) and name != "rollout_engine":  # a section of its own
+            elif name != "rollout_engine":  # a section of its own
                 for part in value if isinstance(value, list) else [value]:
                     yield from _check_part(run, part)
 
@@ -90,53 +91,41 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _check_values(section: Section, options: dict[str, Option]) -> Findings:
     for name, value in section.given.items():
-        if name not in options or isinstance(value, dict | list):
-            continue
-        expected = _mismatch(options[name], value)
-        if expected is not None:
-            yield refused(name, text=f"`{name}` must be {expected} but is {value!r}.")
+        if name in options and name != "rollout_engine":  # a section of its own
+            yield from _check_value(options[name], value)
     for name, option in options.items():
         if option.default is REQUIRED and name not in section.given:
             yield refused(name, text=f"{section.name} needs `{name}`. Add it under {section.key}.init_args.")
 
 
+def _check_value(option: Option, value: Any, owner: str = "") -> Findings:
+    expected = misfit(option.annotation, option.module, value)
+    if expected is None and value is None and option.default is REQUIRED and "None" not in option.annotation:
+        expected = "set"
+    if expected is not None:
+        yield refused(option.name, text=f"`{option.name}`{owner} must be {expected} but is {value!r}.")
+
+
 def _check_part(run: RunConfig, value: Any) -> Findings:
-    """Find misspelt options of a class of this package that an option holds, such as a policy loss or a callback."""
+    """Find misspelt options and values of the wrong type of a class that an option holds, such as a policy loss or a callback."""
     path, given = (value.get("class_path"), value.get("init_args")) if isinstance(value, dict) else (None, None)
-    if not isinstance(path, str) or not path.startswith("lightning_rlbatch.") or not isinstance(given, dict):
+    source = part_source(path) if isinstance(path, str) else None
+    if source is None or source.options is None:
         return
-    source = class_source(path)
-    known = None if source is None else source.options
-    for name in given:
-        if known is not None and name not in known:
-            yield refused(name, text=f"{path.rpartition('.')[2]} has no option `{name}`.{suggest(name, known, run, value=given[name])}")
-
-
-def _mismatch(option: Option, value: Any) -> str | None:
-    """Return what is expected instead, None if the value fits or the annotation is beyond this check."""
-    if option.choices is not None:
-        return None if value in option.choices else "one of " + ", ".join(map(repr, option.choices))
-    types = option.types
-    if types is None:
-        return None
-    # YAML has no way to write an integer as text but quotes, which LightningCLI reads as a number where one is wanted.
-    if isinstance(value, str) and str not in types:
-        value = _unquoted(value)
-    if str in types and isinstance(value, int | float):
-        return None  # on the command line LightningCLI takes 2024 as text where text is wanted
-    fits = isinstance(value, types) and not (isinstance(value, bool) and bool not in types)
-    fits = fits or (float in types and isinstance(value, int) and not isinstance(value, bool))
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    return None if fits else " or ".join(words[kind] for kind in types)
-
-
-def _unquoted(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
+    name = str(path).rpartition(".")[2]
+    given = given if isinstance(given, dict) else {}
+    for option, inner in given.items():
+        if option not in source.options:
+            yield refused(option, text=f"{name} has no option `{option}`.{suggest(option, source.options, run, value=inner)}")
             continue
-    return text
+        yield from _check_value(source.options[option], inner, f" of {name}")
+        for part in inner if isinstance(inner, list) else [inner]:
+            yield from _check_part(run, part)
+    # What makes other classes may add arguments of its own, and a misspelt one may be the one that is missing.
+    if source.path.startswith("lightning_rlbatch.") and set(given) <= set(source.options):
+        for option in source.options.values():
+            if option.default is REQUIRED and option.name not in given:
+                yield refused(option.name, text=f"{name} needs `{option.name}`. Add it to its init_args.")
 
 
 def _example(key: str) -> str:

@@ -33,7 +33,8 @@ def check_sources(run: RunConfig, *, offline: bool = False) -> Findings:
     functions = run.model.given.get("reward_functions")
     for function in functions if isinstance(functions, list) else []:
         yield from _check_function("reward_functions", function)
-    yield from _check_function("environment", run.model.given.get("environment"))
+    for name in ("environment", "answer_function", "optimizer", "lr_scheduler"):
+        yield from _check_function(name, run.model.given.get(name))
     for path, option in _class_paths(run):
         problem = import_problem(path)
         if problem is not None:
@@ -128,10 +129,10 @@ def _check_pretrained(names: tuple[str, ...], source: str, offline: bool) -> Fin
 
 
 def _check_function(option: str, source: Any) -> Findings:
-    if isinstance(source, str):
-        problem = import_problem(source)
-        if problem is not None:
-            yield refused(option, text=f"`{option}`: {_ended(problem)}")
+    is_other_form = not isinstance(source, str) or (option != "environment" and not is_import_path(source))  # judged by its type
+    problem = None if is_other_form else import_problem(source)
+    if problem is not None:
+        yield refused(option, text=f"`{option}`: {_ended(problem)}")
 
 
 def _ended(problem: str) -> str:

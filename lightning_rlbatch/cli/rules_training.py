@@ -18,7 +18,6 @@ def check_training(run: RunConfig) -> Findings:
     if "PPOModule" in run.model.ancestors:
         yield from _check_critic(run)
         yield from _check_losses(run)
-        yield from _check_rollouts(run)
         yield from _check_sampling(run)
     if run.kind == "replay":
         yield from _check_replay(run)
@@ -149,17 +148,6 @@ def _check_losses(run: RunConfig) -> Findings:
             f"one mini-batch and one PPO epoch per iteration: every step is on-policy, the ratio is 1 and {', '.join(clips)} never clips."
             " Lower mini_batch_size or raise ppo_epochs to reuse rollouts.",
         )
-
-
-def _check_rollouts(run: RunConfig) -> Findings:
-    model = run.model
-    temperature = model.get("temperature")
-    for name in ("kl_coefficient", "value_coefficient", "overlong_factor", "head_memory_mib", "max_sampling_rounds"):
-        value, least = model.get(name), int(name == "max_sampling_rounds")
-        if isinstance(value, int | float) and value < least:
-            yield refused(name, text=f"`{name}` must be at least {least} but is {value}.")
-    if isinstance(temperature, int | float) and temperature <= 0:
-        yield refused("temperature", text=f"`temperature` must be positive but is {temperature}: rollouts to learn from must be sampled.")
 
 
 def _check_sampling(run: RunConfig) -> Findings:

@@ -126,6 +126,8 @@ def _rollout_sizes(run: RunConfig) -> RunSizes | None:
     names = ("train_batch_size", "rollouts_per_prompt", "mini_batch_size", "ppo_epochs", "micro_batch_size", "max_tokens_per_rank")
     given = {name: number for name in names if (number := data.number(name)) is not None}
     tensor_parallel = run.model.number("rollout_tensor_parallel_size") or 1
+    if not {"train_batch_size", "rollouts_per_prompt", "mini_batch_size", "ppo_epochs"} <= given.keys():
+        return None
     try:
         sizes = load_pure("functional.sizes").iteration_sizes(
             world_size=run.world_size,

@@ -18,6 +18,9 @@ UNKNOWN = object()
 """Default that is an expression, such as ``GRPO()``."""
 
 
+_HOMES_OF_PARTS = ("functional", "rollout", "callbacks", "modules.correction")
+
+
 @dataclass(frozen=True)
 class Option:
     """One argument of a constructor.
@@ -26,28 +29,13 @@ class Option:
         name: Of the argument.
         default: Literal value, ``REQUIRED`` or ``UNKNOWN``.
         annotation: Type as written, for example ``int | None``; empty if there is none.
+        module: In which that is written.
     """
 
     name: str
     default: Any
     annotation: str
-
-    @property
-    def types(self) -> tuple[type, ...] | None:
-        """Builtin types that the annotation allows; None if it holds anything else."""
-        known: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
-        parts = [part.strip() for part in self.annotation.split("|")]
-        return tuple(known[part] for part in parts) if all(part in known for part in parts) else None
-
-    @property
-    def choices(self) -> tuple[Any, ...] | None:
-        """Values of ``Literal[...]`` or ``Literal[...] | None``; None for any other annotation."""
-        literal = self.annotation.removesuffix(" | None")
-        try:
-            value = ast.literal_eval(literal.removeprefix("Literal")) if literal.startswith("Literal[") else None
-        except ValueError:  # more types than the literal, such as Literal["shared"] | str
-            return None
-        return None if value is None else (*value, *([None] if literal != self.annotation else []))
+    module: str
 
 
 @dataclass(frozen=True)
@@ -80,6 +68,20 @@ def class_source(path: str) -> ClassSource | None:
     module, _, name = path.rpartition(".")
     found = _find(module, name, frozenset())
     return None if found is None else _describe(*found)
+
+
+def part_source(path: str) -> ClassSource | None:
+    """Find a class that an option holds: by its import path, or one of this package's by its name alone.
+
+    Args:
+        path: Such as ``torch.optim.AdamW`` or ``GSPO``.
+
+    Returns:
+        None if there is no such class, or its source cannot be found.
+    """
+    if "." in path:
+        return class_source(path)
+    return next(filter(None, (class_source(f"lightning_rlbatch.{home}.{path}") for home in _HOMES_OF_PARTS)), None)
 
 
 def _describe(module: str, node: ast.ClassDef) -> ClassSource:
@@ -132,7 +134,8 @@ def _option(module: str, name: str, annotation: ast.expr | None, default: ast.ex
     text = "" if annotation is None else ast.unparse(annotation).strip("'\"")
     base = text.removesuffix(" | None")
     choices = literal_values(module, base) if base.isidentifier() else None
-    return Option(name, value, text if choices is None else f"Literal[{', '.join(map(repr, choices))}]{text.removeprefix(base)}")
+    text = text if choices is None else f"Literal[{', '.join(map(repr, choices))}]{text.removeprefix(base)}"
+    return Option(name, value, text, module)
 
 
 def _value(module: str, expression: ast.expr) -> Any:
@@ -171,6 +174,30 @@ def literal_values(module: str, name: str) -> tuple[Any, ...] | None:
             return found if isinstance(found, tuple) else (found,)
     target = _imports(module).get(name)
     return None if target is None or not target[1] or target[0] == module else literal_values(*target)
+
+
+def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.expr] | None:
+    """Return what a name of an annotation stands for, and the module that says so: a class, or the right side of an alias.
+
+    Args:
+        module: In which the name is used.
+        name: Without its module.
+
+    Returns:
+        None if the source does not tell, as for names of ``typing``.
+    """
+    tree = _tree(module)
+    if tree is None or module.partition(".")[0] in ("typing", "typing_extensions", "collections"):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            return None if value is None else (module, value)
+    target = _imports(module).get(name)
+    return None if target is None or not target[1] or target[0] == module else definition(*target)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """Refuse contradictory options of the PPO module when it is made, before any model is loaded."""
 
 import math
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from lightning_rlbatch.functional import FunctionLoss, PolicyLoss, PPOClip
 from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
 from lightning_rlbatch.functional.kl import KL_KINDS, needs_logits
+from lightning_rlbatch.functional.trial import algorithm_errors
 from lightning_rlbatch.models.scoring import check_head_memory
 from lightning_rlbatch.rollout.engine import SamplingParams
 from lightning_rlbatch.rollout.engine_config import EngineConfig
@@ -38,21 +37,14 @@ def check_ppo_options(module: "PPOModule") -> None:
 
 def _try_algorithms(module: "PPOModule") -> None:
     """Run our own algorithms on one token, so that a wrong setting is an error before rollouts are sampled."""
-    one, mask, bounds = torch.zeros(1), torch.ones(1, dtype=torch.bool), [0, 1]
-    loss, estimator = module.policy_loss, module.advantage
-    if _is_ours(loss) and not isinstance(loss, FunctionLoss):
-        selected = loss.select(one, one, one, mask, one.double(), num_tokens=1) if loss.needs_selection else None
-        loss(one, one, one, mask, bounds, selected=selected)
-    if _is_ours(estimator):
-        components = torch.zeros(1, len(module.reward_functions) + (module.reward_model_source is not None))
-        per_token: dict[str, Any] = {"values": one, "log_probs": one, "sum_pi_squared": one}
-        estimator([0.0], [0], mask, bounds, baseline_rewards=one, component_rewards=components, **per_token)
-    if module.rollout_correction is not None:
-        module.rollout_correction(one, one, mask, torch.tensor(bounds))
-
-
-def _is_ours(algorithm: object) -> bool:
-    return type(algorithm).__module__.startswith("lightning_rlbatch.")
+    errors = algorithm_errors(
+        policy_loss=module.policy_loss,
+        advantage=module.advantage,
+        rollout_correction=module.rollout_correction,
+        num_rewards=len(_all_weights(module)),
+    )
+    for _, error in errors:
+        raise error
 
 
 def chosen_policy_loss(module: "PPOModule", given: PolicyLoss) -> PolicyLoss:

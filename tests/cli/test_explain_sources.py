@@ -62,7 +62,7 @@ def test_a_module_that_only_an_import_hook_finds_is_accepted(tmp_path, monkeypat
         ({"model": {"reward_functions": ["my_rewards.WEIGHTS"]}}, "is a value ([1, 2]), not a function"),
         ({"model": {"reward_functions": ["needs_more.reward"]}}, "imports `not_installed_anywhere`, which is not installed"),
         ({"model": {"reward_functions": ["broken.reward"]}}, "broken.py is not Python"),
-        ({"model": {"reward_functions": ["exact"]}}, "'exact' is no import path"),
+        ({"model": {"reward_functions": ["exact"]}}, "must be a list of the import path of a function or class but is ['exact']"),
         ({"model": {"environment": "my_rewards.calculator"}}, "`environment`: `my_rewards` has no `calculator`"),
         ({"model": {"advantage": {"class_path": "lightning_rlbatch.functional.GRPOO"}}}, "Did you mean `lightning_rlbatch.functional.GRPO"),
         ({"model": {"policy_loss": "lightning_rlbatch.functional.GSPOO"}}, "Did you mean `lightning_rlbatch.functional.GSPO`?"),
