@@ -32,6 +32,7 @@ from lightning_rlbatch.modules.step_sums import accumulate, ratios
 from lightning_rlbatch.modules.stop_hooks import StopsTogether
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
 from lightning_rlbatch.strategies.access import averages_over, check_collectives, meshes_of
+from lightning_rlbatch.strategies.compatibility import use_atomic_checkpoints
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 LRSchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -165,6 +166,8 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
 
     @override
     def configure_model(self) -> None:
+        if self._trainer is not None:
+            use_atomic_checkpoints(self.trainer)
         if not self._built:
             if self._trainer is not None:
                 check_strategy(self.trainer, self)

@@ -12,7 +12,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_rlbatch.modules.hyperparameters import required_arguments
-from lightning_rlbatch.strategies.sharded import METADATA, fill_alone, outline, read_meta
+from lightning_rlbatch.strategies.atomic import is_local
+from lightning_rlbatch.strategies.checkpoint_paths import is_sharded, require_checkpoint
+from lightning_rlbatch.strategies.sharded import fill_alone, outline, read_meta
 
 _UNRECORDED = "rlbatch_unrecorded_arguments"  # key in Lightning checkpoints
 
@@ -62,9 +64,11 @@ class LoadsFromCheckpoints(pl.LightningModule):
             RuntimeError: The checkpoint is damaged, or has other names or shapes than the module.
         """
         options: dict[str, Any] = {"hparams_file": hparams_file, "strict": strict, "weights_only": weights_only}
-        path = Path(checkpoint_path) if isinstance(checkpoint_path, (str, Path)) else None
+        path = Path(checkpoint_path) if isinstance(checkpoint_path, (str, Path)) and is_local(checkpoint_path) else None
+        if path is not None:
+            require_checkpoint(path, reads_folders=True)
         try:
-            if path is not None and (path / METADATA).is_file():
+            if path is not None and is_sharded(path):
                 module = cls._load_from_folder(path, map_location, options, kwargs)
             else:
                 module = super().load_from_checkpoint(checkpoint_path, map_location, **options, **kwargs)
@@ -99,10 +103,7 @@ class LoadsFromCheckpoints(pl.LightningModule):
 
 def _recorded(path: Path) -> set[str]:
     """Return the names of the arguments in a checkpoint, file or folder; weights are not read."""
-    if (path / METADATA).is_file():
-        meta = read_meta(path, weights_only=False)
-    else:
-        meta = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    meta = read_meta(path, weights_only=False) if is_sharded(path) else torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     return set(meta.get("hyper_parameters", {}))
 
 

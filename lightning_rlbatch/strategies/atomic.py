@@ -4,7 +4,7 @@ import ctypes
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
+
+from lightning_rlbatch.strategies.checkpoint_paths import require_checkpoint, require_states
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux' renameat2
 
@@ -183,6 +185,11 @@ def _protocols(path: _PATH) -> tuple[str, ...]:
     return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
 
+def _in_place(storage: Any, location: str) -> Any:
+    """Keep a tensor in host memory, as Lightning does."""
+    return storage
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Write local checkpoints next to their final name, then rename them; remote paths are left to Lightning.
 
@@ -201,6 +208,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             target.parent.mkdir(parents=True, exist_ok=True)
             save_file(checkpoint, new)
             publish(new, target)
+
+    @override
+    def load_checkpoint(
+        self, path: _PATH, map_location: Callable[..., Any] | None = _in_place, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if not is_local(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        require_checkpoint(Path(path), reads_folders=False)
+        with reading(path):
+            checkpoint = super().load_checkpoint(path, map_location, weights_only)
+        require_states(checkpoint, path)
+        return checkpoint
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:

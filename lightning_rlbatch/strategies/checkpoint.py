@@ -17,9 +17,9 @@ from typing_extensions import override
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.strategies.atomic import beside, discard, is_local, publish, reading, writing
 from lightning_rlbatch.strategies.background import BackgroundSave, snapshot
+from lightning_rlbatch.strategies.checkpoint_paths import is_sharded, require_checkpoint, require_states
 from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.strategies.sharded import (
-    METADATA,
     load_sharded_state,
     read_meta,
     save_sharded_state,
@@ -203,18 +203,19 @@ class CheckpointingStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         strict, optimizers = self.lightning_module.strict_loading, self.optimizers
         weights_only = self.load_weights_only if weights_only is None else weights_only
-        if isinstance(path, Path) and (path / METADATA).is_file():
+        if isinstance(path, Path):
+            require_checkpoint(path, reads_folders=True)
+        if isinstance(path, Path) and is_sharded(path):
             meta = read_meta(path, weights_only=weights_only)
             self._require_optimizer_states(meta, path)
             load_sharded_state(path, self.model, optimizers, meta, strict=strict)
             return meta
         if isinstance(path, Path):
-            if not path.is_file():
-                raise FileNotFoundError(f"No checkpoint at {path}: expected a file, or a folder with {METADATA} (a sharded checkpoint).")
             with reading(path):
                 checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         else:
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        require_states(checkpoint, path)
         self._require_optimizer_states(checkpoint, path)
         load_full_model_state(self.model, checkpoint.pop("state_dict"), strict=strict)
         for optimizer, state in zip(optimizers, checkpoint.pop("optimizer_states", [])):

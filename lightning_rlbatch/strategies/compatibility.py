@@ -6,6 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_rlbatch.strategies.atomic import AtomicCheckpointIO
 
 
 def mixed_up_packages() -> str:
@@ -68,3 +71,13 @@ def check_whole_copies(trainer: Any) -> None:
                 f"{type(callback).__name__} works on a whole copy of the module, but RLBatchFSDPStrategy keeps shards. Remove it, or train"
                 " with strategy='ddp'."
             )
+
+
+def use_atomic_checkpoints(trainer: "pl.Trainer") -> None:
+    """Let another strategy write its checkpoints as ours does, unless the user has chosen how.
+
+    Args:
+        trainer: The Trainer of a module of ours, under DDP or on one device.
+    """
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()

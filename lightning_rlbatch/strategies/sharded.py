@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_rlbatch.distributed.whole import reshard
 from lightning_rlbatch.strategies.atomic import reading, save_bytes, sync_folder
+from lightning_rlbatch.strategies.checkpoint_paths import METADATA as METADATA
 from lightning_rlbatch.strategies.state import check_names, param_groups, parameters_by_id
 
-METADATA = "meta.pt"  # the name under which Lightning's own tools (consolidate_checkpoint) look for it
 _MODEL = "state_dict"
 _EXTRA = "extra_state"  # entries of the model's state dict that are no tensors
 

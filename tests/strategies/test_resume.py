@@ -1,5 +1,6 @@
 """A resumed run is the run that was never interrupted."""
 
+import shutil
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 
+from lightning_rlbatch.modules import SFTModule
 from lightning_rlbatch.strategies import FSDPMixedPrecision, RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 from tests.helpers import make_trainer, tiny_llama
@@ -209,14 +211,43 @@ def test_killed_at_any_moment_the_last_checkpoint_loads(tmp_path):
     assert min(steps_after_resuming(runs)) >= 3
 
 
-def test_a_damaged_or_missing_checkpoint_is_named(tmp_path):
+NO_CHECKPOINTS = {
+    "none.ckpt": "No checkpoint at",
+    "link.ckpt": "which is gone",
+    "file.ckpt": "a damaged one",
+    "weights.ckpt": "expected a dictionary with a state_dict",
+    "no_meta.ckpt": r"without meta\.pt, which is written last",
+    "folder.ckpt/meta.pt": r"is one file of a sharded checkpoint\. Pass its folder",
+    "folder.ckpt/.metadata": "is one file of a sharded checkpoint",
+    "hub": "is a transformers folder",
+    "run": r"It holds last\.ckpt: pass one of them",
+}
+
+
+def test_what_is_no_checkpoint_is_named_with_what_is_missing(tmp_path):
     def main(rank, size):
         run(sft(), sft_data(), size, strategy=strategy(True), max_epochs=1, save_to=str(tmp_path / "folder.ckpt"))
-        next((tmp_path / "folder.ckpt").glob("*.distcp")).unlink()
+        shutil.copytree(tmp_path / "folder.ckpt", tmp_path / "no_meta.ckpt")
+        (tmp_path / "no_meta.ckpt" / "meta.pt").unlink()
         (tmp_path / "file.ckpt").write_bytes(b"half a file")
-        for name, message in (("folder", "a damaged one"), ("file", "a damaged one"), ("none", "No checkpoint at")):
-            with pytest.raises((RuntimeError, FileNotFoundError), match=message) as error:
-                run(sft(), sft_data(), size, max_epochs=2, ckpt_path=str(tmp_path / f"{name}.ckpt"))
-            assert f"{name}.ckpt" in str(error.value)
+        torch.save({"layer.weight": torch.zeros(1)}, tmp_path / "weights.ckpt")
+        (tmp_path / "link.ckpt").symlink_to("gone.ckpt")
+        for folder, name in (("hub", "config.json"), ("run", "last.ckpt")):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / name).touch()
+
+        def refused(name, message, kind):
+            with pytest.raises((RuntimeError, FileNotFoundError, ValueError), match=message) as error:
+                run(sft(), sft_data(), size, strategy=kind, max_epochs=2, ckpt_path=str(tmp_path / name))
+            assert name in str(error.value)
+
+        for name, message in NO_CHECKPOINTS.items():
+            for kind in ("rlbatch_fsdp", "auto"):
+                refused(name, message, kind)
+        refused("folder.ckpt", r"which only strategy='rlbatch_fsdp' resumes: on any number of devices, one included", "auto")
+        with pytest.raises(FileNotFoundError, match="written last"):
+            SFTModule.load_from_checkpoint(tmp_path / "no_meta.ckpt")
+        next((tmp_path / "folder.ckpt").glob("*.distcp")).unlink()
+        refused("folder.ckpt", "a damaged one", "rlbatch_fsdp")
 
     on_ranks(main, 1)
