@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -49,6 +50,7 @@ def _rank_main(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)  # a forked child of a multi-threaded parent hangs in OpenMP
+    gc.freeze()  # a collection would visit, and so copy, every object that the parent's imports made
     try:
         if store is not None:
             dist.init_process_group(
