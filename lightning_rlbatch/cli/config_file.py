@@ -4,8 +4,10 @@ import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
+from lightning_rlbatch.cli.imports import is_import_path
+from lightning_rlbatch.cli.signatures import part_source
 from lightning_rlbatch.cli.translations import translate
 
 _SHORT = {"-c": "--config"}
@@ -13,10 +15,6 @@ _SHORT = {"-c": "--config"}
 
 class ConfigFileError(ValueError):
     """A configuration that cannot be read at all; the message says which file or argument, and what to do."""
-
-
-class UnexpectedArgumentError(ConfigFileError):
-    """An argument that LightningCLI would not take either."""
 
 
 # YAML 1.2 numbers: `1e-3` is a float, as LightningCLI reads it, where PyYAML sees text.
@@ -49,7 +47,8 @@ def read_config(arguments: Sequence[str]) -> dict[str, Any]:
             leave ``init_args`` out.
 
     Returns:
-        Nested dictionaries; classes are ``{"class_path": ..., "init_args": {...}}``.
+        Nested dictionaries; classes are ``{"class_path": ..., "init_args": {...}}``. A class that takes another one's place keeps those
+        arguments that it takes too.
 
     Raises:
         ConfigFileError: A file is missing or is not a mapping in YAML, an argument has no value, or there is no configuration at all.
@@ -57,18 +56,32 @@ def read_config(arguments: Sequence[str]) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for key, text in _pairs(arguments):
         if key == "config":
-            _merge(config, _read_file(Path(text)))
+            _update(config, _configuration(text))
         else:
             appending = key.endswith("+")
             _set(config, key.removesuffix("+").split("."), parse_value(text), appending)
     if not config:
         raise ConfigFileError("No configuration given. Pass --config run.yaml.")
-    for key in ("model", "data", "trainer"):
-        _resolve(config, key)
-    strategy = config.get("trainer")
-    if isinstance(strategy, dict):
-        _resolve(strategy, "strategy")
+    for section, key in ((config, "model"), (config, "data"), (config.get("trainer"), "strategy")):
+        if isinstance(section, dict) and isinstance(section.get(key), str):  # a class by its name alone
+            section[key] = {"class_path": section[key], "init_args": {}}
     return config
+
+
+def refuse_missing_files(arguments: Sequence[str]) -> None:
+    """Raise if a file of a command line is not there, whatever else the command line says.
+
+    Args:
+        arguments: Command line.
+
+    Raises:
+        ConfigFileError: A file that ``--config`` names is missing or cannot be read.
+    """
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        following = arguments[index + 1 : index + 2]
+        if _SHORT.get(name, name) == "--config" and (equals or following):
+            _configuration(value if equals else following[0])
 
 
 def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -78,7 +91,7 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
         name, equals, value = _SHORT.get(argument, argument).partition("=")
         if not name.startswith("--"):
             meant = translate(name, value) if equals else None
-            raise UnexpectedArgumentError(
+            raise ConfigFileError(
                 f"Expected an option that begins with -- but got {argument!r}." + (f" {meant}" if meant is not None else "")
             )
         if not equals:
@@ -90,59 +103,120 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigFileError(f"There is no configuration file {path} in {Path.cwd()}. Check the path of --config.")
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigFileError(f"{path} is not valid YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigFileError(f"{path} must hold `model:`, `data:` and `trainer:` sections but holds {type(content).__name__}.")
+# -- files -------------------------------------------------------------------------------------------------------------------------
+
+
+def _configuration(text: str) -> dict[str, Any]:
+    """Return what ``--config`` names: a file, or the configuration itself."""
+    if not Path(text).exists() and isinstance(content := parse_value(text), dict):
+        return content
+    content = _read_file(Path(text))
     for subcommand in ("fit", "validate"):  # a file for `rlbatch --config FILE fit` has its sections one level down
         if isinstance(content.get(subcommand), dict) and "model" not in content:
             return dict(content[subcommand])
     return content
 
 
-def _merge(target: dict[str, Any], update: dict[str, Any]) -> None:
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        what = f"{path} in {Path.cwd()} is a folder" if path.is_dir() else f"There is no configuration file {path} in {Path.cwd()}"
+        raise ConfigFileError(f"{what}. Check the path of --config.")
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigFileError(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigFileError(f"{path} is not valid YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigFileError(f"{path} must hold `model:`, `data:` and `trainer:` sections but holds {type(content).__name__}.")
+    _read_parts(content, path.parent)
+    return content
+
+
+def _read_parts(content: dict[str, Any], folder: Path) -> None:
+    """Replace the names of files that hold a section by their content; they are looked for beside the file that names them."""
+    for key, value in content.items():
+        if isinstance(value, dict) and key in ("model", "data", "trainer", "fit", "validate"):
+            _read_parts(value, folder)
+        elif _is_file_name(value) and (key in ("model", "data", "trainer", "strategy") or (folder / value).is_file()):
+            content[key] = _read_file(folder / value)
+
+
+def _is_file_name(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and value.endswith((".yaml", ".yml"))
+
+
+# -- one over the other --------------------------------------------------------------------------------------------------------------
+
+
+def _update(target: dict[str, Any], update: dict[str, Any]) -> None:
     for key, value in update.items():
-        old = target.get(key)
-        same_class = not isinstance(value, dict) or not isinstance(old, dict) or value.get("class_path") in (None, old.get("class_path"))
-        if isinstance(old, dict) and isinstance(value, dict) and same_class:
-            _merge(old, value)
-        else:
-            target[key] = value
+        target[key] = _merged(target.get(key), value)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Return what stands where ``new`` is said over ``old``: sections and arguments are merged, anything else is replaced."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    result = _with_class(old, str(new["class_path"])) if "class_path" in new else dict(old)
+    _update(result, new)
+    return result
+
+
+def _with_class(old: dict[str, Any], class_path: str) -> dict[str, Any]:
+    """Return another class with those arguments of an old one that it takes; all of them if its source cannot tell."""
+    arguments = old.get("init_args") or {}
+    if class_path != old.get("class_path"):
+        source = part_source(class_path)
+        known = arguments if source is None or source.options is None else source.options
+        arguments = {name: value for name, value in arguments.items() if name in known}
+    return {"class_path": class_path, "init_args": arguments}
 
 
 def _set(config: dict[str, Any], keys: list[str], value: Any, appending: bool) -> None:
     node = config
-    for depth, key in enumerate(keys):
-        if "class_path" in node and key not in ("class_path", "init_args", "dict_kwargs"):
-            node = node.setdefault("init_args", {})
-        last = depth == len(keys) - 1
-        if not last:
-            child = node.get(key)
-            if isinstance(child, str):  # a class by its name alone gets its first argument
-                child = node[key] = {"class_path": child, "init_args": {}}
-            if not isinstance(child, dict):
-                child = node[key] = {}
-            node = child
-        elif appending:
-            old = node.get(key)
-            node[key] = [*(old if isinstance(old, list) else []), *(value if isinstance(value, list) else [value])]
-        elif isinstance(node.get(key), dict) and "class_path" in node[key] and isinstance(value, str):
-            node[key] = {"class_path": value, "init_args": {}}
+    for key in keys[:-1]:
+        node = _arguments(node, key)
+        child = node.get(key)
+        if isinstance(child, list) and child:  # what follows is about the class that was added last
+            node, key = {str(index): part for index, part in enumerate(child)}, str(len(child) - 1)
+            child[-1] = node[key] = _class_of(child[-1])
         else:
-            node[key] = value
+            node[key] = _class_of(child)
+        node = node[key]
+    key = keys[-1]
+    node = _arguments(node, key)
+    old = node.get(key)
+    if _is_file_name(value) and Path(value).is_file():
+        value = _read_file(Path(value))
+    if key == "class_path" and isinstance(value, str):
+        node.update(_with_class(node, value))
+    elif appending:
+        before = old if isinstance(old, list) else [] if old is None or isinstance(old, bool) else [old]
+        node[key] = [*before, *(value if isinstance(value, list) else [value])]
+    elif isinstance(old, dict) and old.keys() & {"class_path", "init_args"} and isinstance(value, str) and _may_be_class(value):
+        node[key] = _with_class(old, value)
+    else:
+        node[key] = _merged(old, value)
 
 
-def _resolve(config: dict[str, Any], key: str) -> None:
-    """Turn a file name into its content, and a class name alone into a class without arguments."""
-    value = config.get(key)
-    if isinstance(value, str) and value.endswith((".yaml", ".yml")):
-        config[key] = _read_file(Path(value))
-    elif isinstance(value, str) and key != "trainer":
-        config[key] = {"class_path": value, "init_args": {}}
+def _arguments(node: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return where a key belongs in a node: among the arguments, if that is a class."""
+    if ("class_path" in node or "init_args" in node) and key not in ("class_path", "init_args", "dict_kwargs"):
+        node["init_args"] = node.get("init_args") or {}
+        return cast(dict[str, Any], node["init_args"])
+    return node
+
+
+def _class_of(value: Any) -> dict[str, Any]:
+    """Return what can take arguments: a class by its name alone gets its first one."""
+    if isinstance(value, str):
+        return {"class_path": value, "init_args": {}}
+    return value if isinstance(value, dict) else {}
+
+
+def _may_be_class(text: str) -> bool:
+    """Whether a text may name a class, rather than a folder, a hub name or one of several words."""
+    return is_import_path(text) or (text.isidentifier() and text[0].isupper())

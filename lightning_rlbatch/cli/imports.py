@@ -3,11 +3,15 @@
 import ast
 import difflib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+# What lets a module find others, or have names, that its text does not show.
+_CHANGES_IMPORTS = re.compile(r"\bsys\.(path|modules|meta_path|path_hooks)\b|\bfrom sys import|\baddsitedir\b|__path__")
+_CHANGES_NAMES = re.compile(r"\bglobals\(\)|\bvars\(\)|\bexec\(|\bsetattr\(|\bsys\.modules\b|__path__")
 _LITERALS = (ast.Constant, ast.List, ast.Dict, ast.Tuple, ast.Set, ast.JoinedStr)
 
 
@@ -43,6 +47,8 @@ def import_problem(path: str) -> str | None:
     if not is_import_path(path):
         return f"{path!r} is no import path. Write module.function, for example my_project.reward"
     module, _, name = path.rpartition(".")
+    if Path(path).is_file():
+        return f"{path} is a file, not the import path of a function"
     if not module_exists(module):
         return f"there is no module `{module.partition('.')[0]}`, neither in {Path.cwd()} nor installed"
     spec = _spec(module)
@@ -50,11 +56,51 @@ def import_problem(path: str) -> str | None:
         return spec
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
+    text = Path(spec.origin).read_text(encoding="utf-8")
     try:
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        tree = ast.parse(text)
     except SyntaxError as error:
         return f"line {error.lineno} of {spec.origin} is not Python: {error.msg}"
-    return _missing_import(tree, module) or _binding_problem(tree, module, name)
+    missing = None if _changes_imports(module) else _missing_import(tree, module)
+    return missing or (None if _CHANGES_NAMES.search(text) else _binding_problem(tree, module, name))
+
+
+def _changes_imports(module: str, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether a module, a package around it or what it imports of the user's own may change where modules are found."""
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = _spec(".".join(parts[:depth]))
+        origin = None if spec is None or isinstance(spec, str) else spec.origin
+        if origin is None or not origin.endswith(".py") or origin in seen or _is_installed(origin):
+            continue
+        seen |= {origin}
+        text = Path(origin).read_text(encoding="utf-8")
+        if _CHANGES_IMPORTS.search(text):
+            return True
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        if any(_changes_imports(name, seen) for name in _imported_names(tree, ".".join(parts[: depth - 1]))):
+            return True
+    return False
+
+
+def _is_installed(origin: str) -> bool:
+    """Whether a file belongs to Python or to an installed package, rather than to the user's own code."""
+    return "site-packages" in origin or origin.startswith((str(Path(ast.__file__).parent), str(Path(__file__).parents[1])))
+
+
+def _imported_names(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield the modules that a module imports when it is imported itself."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            outer = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            base = ".".join(filter(None, [outer if node.level else "", node.module or ""]))
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def _spec(module: str) -> ModuleSpec | str | None:
@@ -63,10 +109,7 @@ def _spec(module: str) -> ModuleSpec | str | None:
     spec: ModuleSpec | None = None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
-        try:
-            found = PathFinder.find_spec(".".join(parts[:depth]), search)
-        except KeyError:  # a folder without `__init__.py` in another one can only be found when the outer one is imported
-            return None
+        found = find_part(".".join(parts[:depth]), search)
         if found is None:
             return None if depth == 1 else f"`{'.'.join(parts[: depth - 1])}` has no module `{parts[depth - 1]}`"
         spec = found
@@ -74,6 +117,24 @@ def _spec(module: str) -> ModuleSpec | str | None:
         if search is None and depth < len(parts):
             return None  # a module that makes its own submodules, such as os.path
     return spec
+
+
+def find_part(name: str, search: list[str] | None) -> ModuleSpec | None:
+    """Find a module by its files, without importing the packages around it.
+
+    Args:
+        name: Absolute name.
+        search: Folders of the package around it; None for a module without one.
+
+    Returns:
+        None if there is no such module.
+    """
+    try:
+        return PathFinder.find_spec(name, search)
+    except KeyError:  # a folder without `__init__.py` in another one: Python asks the outer one, imported
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(Path(folder, name.rpartition(".")[2])) for folder in search or sys.path]
+        return spec
 
 
 def _missing_import(tree: ast.Module, module: str) -> str | None:
@@ -108,9 +169,13 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:
         elif isinstance(node, ast.ImportFrom):
             yield from ((alias.asname or alias.name, None) for alias in node.names)
         elif isinstance(node, ast.Assign):
-            yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
+            for target in node.targets:
+                value = node.value if isinstance(target, ast.Name) else None
+                yield from ((part.id, value) for part in ast.walk(target) if isinstance(part, ast.Name))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id, node.value
+        if isinstance(node, ast.For):
+            yield from ((part.id, None) for part in ast.walk(node.target) if isinstance(part, ast.Name))
         for block in ("body", "orelse", "handlers", "finalbody"):
-            for part in getattr(node, block, []) if isinstance(node, ast.If | ast.Try | ast.With) else []:
+            for part in getattr(node, block, []) if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While) else []:
                 yield from _bindings(part.body if isinstance(part, ast.ExceptHandler) else [part])

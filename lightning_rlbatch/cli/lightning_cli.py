@@ -1,19 +1,33 @@
 """LightningCLI with this package's strategy and classes at hand."""
 
+import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
+import jsonargparse
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 import lightning_rlbatch
+from lightning_rlbatch.cli.imports import is_import_path
+from lightning_rlbatch.cli.outputs import print_outputs
+
+_STRATEGY = "--trainer.strategy"
 
 
 class RLBatchCLI(LightningCLI):
     """LightningCLI in subclass mode: ``model`` and ``data`` name their classes, optimizers belong to the module.
 
     The optimizer is an argument of the module, since parameters exist only after the strategy has sharded the models.
+
+    Three things differ from LightningCLI:
+
+    * A class of ``--model`` or ``--data`` is known before the configuration files are read, so that a file may leave it out.
+    * ``trainer.strategy`` takes a class path alone, where LightningCLI takes every text for a registered name.
+    * With ``--ckpt_path`` the options of the model are those of the configuration. LightningCLI replaces them by the ones in the
+      checkpoint, so that a changed option of a resumed run would have no effect.
 
     Args:
         *args: As for LightningCLI.
@@ -30,12 +44,70 @@ class RLBatchCLI(LightningCLI):
         # A second `fit` into the same folder is normal use, and a refusal on rank 0 alone would leave the others waiting.
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})
         kwargs.setdefault("save_config_callback", SaveConfigCallback)
+        self._ckpt_path: Any = None
         super().__init__(*args, **kwargs)
 
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
         return {name: LightningCLI.subcommands()[name] for name in ("fit", "validate")}
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        if args is None or isinstance(args, list):
+            self.config = parser.parse_args(classes_first(sys.argv[1:] if args is None else args))
+        else:
+            super().parse_arguments(parser, args)
+        options = self._options()
+        strategy = options.get("trainer.strategy")
+        if isinstance(strategy, str) and is_import_path(strategy):
+            made: Any = jsonargparse.Namespace  # it has no types of its own
+            options["trainer.strategy"] = made(class_path=strategy, init_args=made())
+        self._ckpt_path = options.get("ckpt_path")
+        if self._ckpt_path is not None:
+            options["ckpt_path"] = None  # what comes next would take the options of the model from the checkpoint
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        if self._ckpt_path is not None:
+            self._options()["ckpt_path"] = self._ckpt_path
+
+    def _options(self) -> Any:
+        """Return the options of the subcommand."""
+        command = self.config.get("subcommand")
+        return self.config if command is None else self.config[command]
+
+    def after_fit(self) -> None:
+        """Say where the results are."""
+        print_outputs(self.trainer)
+
+
+def classes_first(arguments: Sequence[str]) -> list[str]:
+    """Return a command line on which the classes of model and data come before the files, and the strategy's is written as one.
+
+    Args:
+        arguments: Command line after the program's name.
+
+    Example:
+        >>> classes_first(["fit", "-c", "run.yaml", "--model", "mine.PPO"])
+        ['fit', '--model=mine.PPO', '-c', 'run.yaml', '--model', 'mine.PPO']
+        >>> classes_first(["fit", "--trainer.strategy=mine.Strategy"])
+        ['fit', '--trainer.strategy.class_path=mine.Strategy']
+    """
+    rewritten = list(arguments)
+    early = []
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if not equals:
+            value = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if not is_import_path(value) or value.endswith((".yaml", ".yml")):
+            continue
+        if name == _STRATEGY:
+            rewritten[index] = argument.replace(_STRATEGY, f"{_STRATEGY}.class_path", 1)
+        elif name.removesuffix(".class_path") in ("--model", "--data"):
+            early.append(f"{name.removesuffix('.class_path')}={value}")
+    place = 1 if rewritten and not rewritten[0].startswith("-") else len(rewritten)  # of the subcommand's options
+    return [*rewritten[:place], *(early if place == 1 else []), *rewritten[place:]]
 
 
 def run(arguments: list[str] | None) -> None:

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from lightning_rlbatch.cli.config_file import ConfigFileError, UnexpectedArgumentError, read_config
+from lightning_rlbatch.cli.config_file import ConfigFileError, read_config, refuse_missing_files
 from lightning_rlbatch.cli.explanation import check
 from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.pretrained_names import hub_is_offline
@@ -51,8 +51,13 @@ def main(args: list[str] | None = None) -> None:
         if code:
             raise SystemExit(code)
         return
-    if arguments[0] in ("fit", "validate") and not any(map(_only_asks, arguments)):
-        _refuse_before_loading(arguments[1:])
+    try:
+        refuse_missing_files(arguments)
+        if arguments[0] in ("fit", "validate") and not any(map(_only_asks, arguments)) and not _reads_environment():
+            _refuse_before_loading(arguments[1:])
+    except ConfigFileError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
     importlib.import_module("lightning_rlbatch.cli.lightning_cli").run(args)
 
 
@@ -62,15 +67,14 @@ def _only_asks(argument: str) -> bool:
     return name in _NOT_A_RUN or (name.startswith("--") and name.endswith(".help"))
 
 
+def _reads_environment() -> bool:
+    """Whether LightningCLI takes options from environment variables too, which only it can name."""
+    return os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() == "true"
+
+
 def _refuse_before_loading(arguments: list[str]) -> None:
     """Report all errors of a configuration at once, before a class is imported or a model loaded."""
-    try:
-        findings = check(run_config(read_config(arguments)), offline=hub_is_offline())
-    except UnexpectedArgumentError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
-    except ConfigFileError:
-        return  # LightningCLI reads more forms than we do, and reports what it cannot read
+    findings = check(run_config(read_config(arguments)), offline=hub_is_offline())
     errors = [finding.text for finding in findings if finding.level == "refused"]
     if errors:
         print(f"The configuration has {len(errors)} error(s):", *(f"  - {text}" for text in errors), sep="\n", file=sys.stderr)

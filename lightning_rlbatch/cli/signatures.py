@@ -2,14 +2,13 @@
 
 import ast
 import functools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import lightning_rlbatch
+from lightning_rlbatch.cli.imports import find_part
 
 REQUIRED = object()
 """Default of an option that has none."""
@@ -259,7 +258,7 @@ def module_file(module: str) -> Path | None:
     origin = None
     parts = module.split(".")
     for depth in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), sys.path if search is None else search)
+        spec = find_part(".".join(parts[: depth + 1]), search)
         if spec is None:
             return None
         origin = spec.origin

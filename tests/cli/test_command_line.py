@@ -1,9 +1,18 @@
+import shlex
+import sys
+import warnings
+from pathlib import Path
+
 import pytest
 import yaml
 from configs import config, write
 
-from lightning_rlbatch.cli import main
+import lightning_rlbatch
+from lightning_rlbatch.cli import RLBatchCLI, main
+from lightning_rlbatch.cli.config_file import read_config
 from lightning_rlbatch.cli.explanation import explain
+from lightning_rlbatch.cli.imports import import_problem
+from lightning_rlbatch.cli.lightning_cli import classes_first
 from lightning_rlbatch.cli.run_config import run_config
 from lightning_rlbatch.data.prompt_reading import load_tokenizer
 
@@ -37,3 +46,182 @@ def test_an_unknown_command_is_told_with_those_that_exist(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--config", "run.yaml"])
     assert "There is no command 'train'" in capsys.readouterr().err
+
+
+# -- our reader of configurations beside LightningCLI's ------------------------------------------------------------------------------
+
+
+class Parsing(RLBatchCLI):
+    """Reads command lines; makes and runs nothing."""
+
+    def instantiate_classes(self):
+        pass
+
+    def _run_subcommand(self, subcommand):
+        pass
+
+    def read(self, arguments):
+        """Return the options of another command line, with those that it leaves out."""
+        self.parse_arguments(self.parser, ["fit", *arguments])
+        return plain(self.config.fit.as_dict())
+
+
+def plain(value):
+    """Return an option without what tells where it was read."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if key not in ("__path__", "config")}
+    return [plain(item) for item in value] if isinstance(value, list) else getattr(value, "__qualname__", None) or value
+
+
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory):
+    lightning_rlbatch.register()
+    path = write(tmp_path_factory.mktemp("cli"), SOUND)
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore", DeprecationWarning)  # Lightning's calls of jsonargparse
+        patch.setattr(sys, "argv", ["rlbatch"])
+        yield Parsing(args=["fit", "--config", path])
+
+
+OWN = "tests.cli.own_parts"
+FULL = config(
+    model={
+        "policy": "examples.hanoi.model.build_policy",
+        "reward_functions": [f"{OWN}.reward"],
+        "temperature": 0.7,
+        "policy_loss": {"class_path": "lightning_rlbatch.functional.PPOClip", "init_args": {"clip_low": 0.1, "dual_clip": 3.0}},
+        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01, "amsgrad": True}},
+        "rollout_engine": {"class_path": "lightning_rlbatch.rollout.TransformersEngineConfig", "init_args": {"max_batch_size": 3}},
+    },
+    strategy={"grad_sync": "every"},
+)
+FULL["trainer"] |= {
+    "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "out", "flush_logs_every_n_steps": 7}},
+    "callbacks": [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "ck", "save_last": True}}],
+}
+FILES = {
+    "full.yaml": FULL,
+    "no_class.yaml": {"model": {"init_args": FULL["model"]["init_args"]}, "data": {"init_args": FULL["data"]["init_args"]}},
+    "more.yaml": {"model": {"class_path": f"{OWN}.OwnPPO", "init_args": {"own": 5}}, "data": {"init_args": {"seed": 3}}},
+    "strategy.yaml": {"class_path": f"{OWN}.OwnStrategy", "init_args": {"knob": 2}},
+    "parts.yaml": {**FULL, "trainer": {"strategy": "strategy.yaml"}},
+}
+COMMAND_LINES = [
+    f"-c full.yaml --model {OWN}.OwnPPO --model.own=5 --data {OWN}.OwnData",
+    f"-c full.yaml --model={OWN}.NarrowPPO",
+    f"-c full.yaml --model.class_path {OWN}.NarrowPPO --data.class_path={OWN}.OwnData --data.more 3",
+    f"-c no_class.yaml --model {OWN}.OwnPPO --data {OWN}.OwnData",
+    f"-c full.yaml --config more.yaml --trainer.strategy={OWN}.OwnStrategy --trainer.strategy.knob=4",
+    f"-c full.yaml --trainer.strategy {OWN}.OwnStrategy",
+    "-c full.yaml --trainer.strategy strategy.yaml --trainer.logger lightning.pytorch.loggers.TensorBoardLogger",
+    "-c full.yaml --trainer.logger=false --trainer.callbacks.save_last=false",
+    f"-c full.yaml --trainer.callbacks+={OWN}.OwnCallback --trainer.callbacks.x=4 --trainer.logger.name=other",
+    f"-c full.yaml --trainer.callbacks={OWN}.OwnCallback --model.optimizer=torch.optim.SGD --model.optimizer.momentum=0.5",
+    "-c full.yaml --model.policy_loss=GSPO --model.rollout_engine=VLLMEngineConfig --model.reward_functions+=math.fsum",
+    "-c full.yaml --model.policy_loss.clip_high=0.4 --data.train_prompts+=more.jsonl --model.policy=my/folder",
+    '-c full.yaml --config \'{"trainer": {"max_epochs": 3}}\' --trainer \'{"max_steps": 4}\' --model \'{"init_args": {"top_k": 3}}\'',
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configurations")
+    for name, content in FILES.items():
+        (path / name).write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_what_is_checked_before_a_run_is_what_lightningcli_reads(line, cli, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    arguments = shlex.split(line)
+    ours = read_config(arguments)
+    (folder / "ours.yaml").write_text(yaml.safe_dump(ours))
+    assert cli.read(["--config", "ours.yaml"]) == cli.read(arguments)
+
+
+def test_a_part_in_a_file_of_its_own_is_looked_for_beside_the_file_that_names_it(folder):
+    assert read_config(["--config", str(folder / "parts.yaml")])["trainer"]["strategy"] == FILES["strategy.yaml"]
+
+
+def test_classes_come_before_the_files_that_may_leave_them_out():
+    given = ["fit", "--config=a.yaml", "--model", "mine.PPO", "--data.class_path=mine.Data", "--trainer.strategy", "mine.S", "--model.x=a"]
+    assert classes_first(given) == [
+        "fit", "--model=mine.PPO", "--data=mine.Data", "--config=a.yaml", "--model", "mine.PPO", "--data.class_path=mine.Data",
+        "--trainer.strategy.class_path", "mine.S", "--model.x=a",
+    ]  # fmt: skip
+    for untouched in (["fit", "--model", "model.yaml"], ["fit", "--trainer.strategy=ddp"], ["--config", "all.yaml", "fit"], []):
+        assert classes_first(untouched) == untouched
+
+
+# -- what is refused, in one line ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["fit", "--config", "missing.yaml"], "There is no configuration file missing.yaml in"),
+        (["validate", "-c=missing.yaml", "--print_config"], "There is no configuration file missing.yaml in"),
+        (["--config", "missing.yaml", "fit"], "There is no configuration file missing.yaml in"),
+        (["fit", "--config", "."], "is a folder"),
+        (["fit"], "No configuration given. Pass --config run.yaml."),
+        (["fit", "--config", "broken.yaml"], "broken.yaml is not valid YAML"),
+        (["fit", "--config", "full.yaml", "--trainer.fast_dev_run"], "--trainer.fast_dev_run needs a value"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_gets_one_answer_before_anything_is_loaded(arguments, words, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "lightning_rlbatch.cli.lightning_cli", None)  # to import it would fail
+    Path("broken.yaml").write_text("model: [")
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert words in error
+    assert "usage:" not in error
+
+
+def test_export_says_what_it_needs_where_it_is_given_something_else(folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(folder)
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / "last.ckpt").write_text("not looked at")
+    Path("named.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [{"init_args": {"dirpath": str(tmp_path / "ck")}}]}}))
+    for given, words in (
+        ("full.yaml", "full.yaml is a configuration. The command needs the checkpoint of a run: a .ckpt file"),
+        ("named.yaml", f"Here: rlbatch export {tmp_path / 'ck' / 'last.ckpt'} FOLDER"),
+        (str(tmp_path / "ck"), f"is no checkpoint. .*Here: rlbatch export {tmp_path / 'ck' / 'last.ckpt'} FOLDER"),
+        ("missing.ckpt", "no checkpoint at missing.ckpt"),
+    ):
+        with pytest.raises(SystemExit, match="1"):
+            main(["export", given])
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert all(part in error for part in words.split(".*"))
+
+
+# -- modules whose text does not show what they find ---------------------------------------------------------------------------------
+
+MODULES = {
+    "hidden/deep.py": "def score(completions): return completions\n",
+    "changes_path.py": "import sys\nsys.path.insert(0, 'hidden')\nimport deep\nfrom deep import score\ndef reward(completions): ...\n",
+    "by_another.py": "import only_path\nimport deep\ndef reward(completions): ...\n",
+    "only_path.py": "import sys\nsys.path.append('hidden')\n",
+    "around/__init__.py": "import site\nsite.addsitedir('hidden')\n",
+    "around/inner.py": "import deep\ndef reward(completions): ...\n",
+    "made_names.py": "first, second = [len, len]\nfor last in (): pass\nglobals().update(made=len)\n",
+    "some_names.py": "first, second = [len, len]\nfor last in (): pass\n",
+    "plainly_wrong.py": "import deep\ndef reward(completions): ...\n",
+}
+
+
+def test_a_module_that_changes_the_path_or_makes_its_names_is_not_refused_for_what_it_does_not_show(tmp_path, monkeypatch):
+    for name, text in MODULES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    fine = ("changes_path.reward", "changes_path.score", "by_another.reward", "around.inner.reward", "made_names.made", "some_names.second")
+    assert {path: import_problem(path) for path in (*fine, "some_names.last")} == dict.fromkeys((*fine, "some_names.last"))
+    assert "imports `deep`, which is not installed" in str(import_problem("plainly_wrong.reward"))
+    assert "has no `third`" in str(import_problem("some_names.third"))
+    Path("rewards.jsonl").write_text("")
+    assert "is a file" in str(import_problem("rewards.jsonl"))

@@ -1,0 +1,51 @@
+"""Say where a run has left its results."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_rlbatch.callbacks import PretrainedExport, RolloutLogger, RolloutRecorder
+
+
+def outputs(trainer: "pl.Trainer") -> list[str]:
+    """Return what a run has written, each with its folder, and the command that makes a report; only what is there.
+
+    Args:
+        trainer: After ``fit``.
+    """
+    found = [f"{what} {folder}" for what, folder in _folders(trainer) if any(folder.glob("*"))]
+    folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+    metrics = [Path(folder) for folder in folders if folder is not None and (Path(folder) / "metrics.csv").is_file()]
+    return list(dict.fromkeys([*found, *(f"plots: rlbatch report {_shown(folder)}" for folder in metrics)]))
+
+
+def _folders(trainer: "pl.Trainer") -> Iterator[tuple[str, Path]]:
+    kinds = ((ModelCheckpoint, "checkpoints in"), (RolloutRecorder, "recorded rollouts in"), (RolloutLogger, "rollouts as text in"))
+    for kind, what in (*kinds, (PretrainedExport, "transformers folder")):
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # a list that the Trainer sets in a connector
+            dirpath = getattr(callback, "dirpath", None)
+            if isinstance(callback, kind) and dirpath is not None:
+                yield what, _shown(Path(dirpath))
+
+
+def _shown(folder: Path) -> Path:
+    """Return a path as short as it can be written from here."""
+    try:
+        return folder.absolute().relative_to(Path.cwd())
+    except ValueError:
+        return folder
+
+
+@rank_zero_only
+def print_outputs(trainer: "pl.Trainer") -> None:
+    """Print one line of what a run has written, on rank 0.
+
+    Args:
+        trainer: After ``fit``.
+    """
+    found = outputs(trainer)
+    if found:
+        print("Written: " + "; ".join(found))
