@@ -2,17 +2,22 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from configs import config, write
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 import lightning_rlbatch
+from lightning_rlbatch.callbacks import PretrainedExport, RolloutLogger, RolloutRecorder
 from lightning_rlbatch.cli import RLBatchCLI, main
 from lightning_rlbatch.cli.config_file import read_config
 from lightning_rlbatch.cli.explanation import explain
 from lightning_rlbatch.cli.imports import import_problem
 from lightning_rlbatch.cli.lightning_cli import classes_first
+from lightning_rlbatch.cli.outputs import print_outputs
 from lightning_rlbatch.cli.run_config import run_config
 from lightning_rlbatch.data.prompt_reading import load_tokenizer
 
@@ -196,6 +201,32 @@ def test_export_says_what_it_needs_where_it_is_given_something_else(folder, monk
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert all(part in error for part in words.split(".*"))
+
+
+# -- what is said at the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_named_if_they_are_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    callbacks = [
+        ModelCheckpoint("checkpoints"),
+        RolloutRecorder("recorded"),
+        RolloutLogger("texts"),
+        RolloutLogger(),
+        PretrainedExport("out"),
+    ]
+    trainer = SimpleNamespace(callbacks=callbacks, loggers=[CSVLogger("logs", name="run", version=0)])
+    print_outputs(trainer)
+    assert capsys.readouterr().out == ""
+    for name in ("checkpoints/last.ckpt", "recorded/iteration_000000", "logs/run/version_0/metrics.csv", "out/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    (tmp_path / "texts").mkdir()
+    print_outputs(trainer)
+    assert capsys.readouterr().out == (
+        "Written: checkpoints in checkpoints; recorded rollouts in recorded; transformers folder out;"
+        " plots: rlbatch report logs/run/version_0\n"
+    )
 
 
 # -- modules whose text does not show what they find ---------------------------------------------------------------------------------

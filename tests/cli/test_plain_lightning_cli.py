@@ -1,5 +1,8 @@
 """A user's own LightningCLI, with nothing of ours in it, runs what `rlbatch` runs: class paths, alias, overrides, saved files."""
 
+import contextlib
+import io
+import sys
 import warnings
 
 import pytest
@@ -8,6 +11,7 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_rlbatch.cli import RLBatchCLI
 from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
@@ -103,9 +107,24 @@ def test_a_checkpoint_of_the_command_line_loads_without_it(tmp_path):
         weights = dict(trained.named_parameters())
         assert all(torch.equal(value, weights[name]) for name, value in loaded.named_parameters())
         optimizer = loaded.configure_optimizers()
-        return loaded.reward_names, optimizer.param_groups[0]["lr"], type(optimizer).__name__, changed.entropy_coefficient
+        found = loaded.reward_names, optimizer.param_groups[0]["lr"], type(optimizer).__name__, changed.entropy_coefficient
+        return found, resumed(path, tmp_path / "checkpoints" / "last.ckpt")
 
-    assert run_distributed(main, 1, init_process_group=False) == [(["length_reward"], 0.01, "AdamW", 0.5)]
+    ((found, (limit, steps, printed)),) = run_distributed(main, 1, init_process_group=False)
+    assert found == (["length_reward"], 0.01, "AdamW", 0.5)
+    assert (limit, steps) == (5.0, 4)
+    assert printed.splitlines()[-1] == f"Written: checkpoints in {tmp_path}/checkpoints; plots: rlbatch report {tmp_path}/run/resumed"
+
+
+def resumed(path, checkpoint):
+    """Go on with another option of the module; return it, the steps, and what was printed."""
+    sys.argv = ["rlbatch"]
+    printed = io.StringIO()
+    changes = ["--model.max_grad_norm=5", "--trainer.max_epochs=2", "--trainer.logger.version=resumed"]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        cli = RLBatchCLI(args=["fit", "--config", str(path), "--ckpt_path", str(checkpoint), *changes])
+    return cli.model.max_grad_norm, cli.trainer.global_step, printed.getvalue()
 
 
 def test_a_misspelt_option_is_refused_by_its_name(tmp_path, capfd):
