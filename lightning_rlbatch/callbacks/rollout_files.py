@@ -19,6 +19,8 @@ COLUMNS = {
     "num_response_tokens": "int64",
 }
 """Name and Arrow type of every column."""
+EXTRA = "extra"
+"""One more column where reward functions logged some of their own: a mapping, which Parquet files have as JSON text."""
 
 
 def check_format(file_format: str) -> None:
@@ -35,18 +37,24 @@ def check_format(file_format: str) -> None:
         raise ImportError("file_format='parquet' needs pyarrow: pip install 'lightning-rlbatch[parquet]', or write 'jsonl'.")
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], file_format: FileFormat) -> None:
-    """Write rows with the columns of ``COLUMNS``, under another name until the file is whole.
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], file_format: FileFormat, *, with_extra: bool = False) -> None:
+    """Write rows with the columns of ``COLUMNS``, and maybe ``EXTRA``, under another name until the file is whole.
 
     Args:
         path: File to write; its folder is created.
         rows: Any number, none included: then a Parquet file has its columns still.
         file_format: ``"jsonl"`` or ``"parquet"``.
+        with_extra: Whether rows, also those of other ranks, have ``EXTRA``.
     """
     if file_format == "jsonl":
         write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     else:
-        _replace(path, lambda temporary: _write_parquet(temporary, rows))
+        _replace(path, lambda temporary: _write_parquet(temporary, rows, with_extra))
+
+
+def extra_text(row: Mapping[str, Any]) -> str:
+    """Return the extra columns of a row as JSON."""
+    return json.dumps(row.get(EXTRA, {}), ensure_ascii=False)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -62,11 +70,12 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(temporary, path)
 
 
-def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], with_extra: bool) -> None:
     import pyarrow
     import pyarrow.parquet
 
     # Types are stated, or a column of missing values would differ from file to file.
-    schema = pyarrow.schema([(name, getattr(pyarrow, kind)()) for name, kind in COLUMNS.items()])
-    columns = {name: [row[name] for row in rows] for name in COLUMNS}
+    types = COLUMNS | ({EXTRA: "string"} if with_extra else {})
+    schema = pyarrow.schema([(name, getattr(pyarrow, kind)()) for name, kind in types.items()])
+    columns = {name: [extra_text(row) if name == EXTRA else row[name] for row in rows] for name in types}
     pyarrow.parquet.write_table(pyarrow.table(columns, schema=schema), path)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from rich.text import Text
 from typing_extensions import override
 
 from lightning_rlbatch.callbacks.logger_outputs import log_histogram, log_table
-from lightning_rlbatch.callbacks.rollout_files import FileFormat, check_format, write_rows, write_text
+from lightning_rlbatch.callbacks.rollout_files import EXTRA, FileFormat, check_format, extra_text, write_rows, write_text
 from lightning_rlbatch.callbacks.rollout_hooks import RolloutCallback, Rollouts
 from lightning_rlbatch.data.recording import file_name, folder_name
-from lightning_rlbatch.data.store import SAMPLE_ID, RolloutTable
+from lightning_rlbatch.data.store import SAMPLE_ID, RolloutStore, RolloutTable
 from lightning_rlbatch.distributed.failure import fail_together
+from lightning_rlbatch.distributed.mesh import Meshes
+from lightning_rlbatch.distributed.reductions import gather_strings
 from lightning_rlbatch.strategies.access import meshes_of
 
 QUANTILES = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "max": 1.0}
@@ -30,8 +32,8 @@ class RolloutLogger(RolloutCallback):
 
     * Console (rank zero): a table of rank zero's first rollouts, and histograms of all rollouts' lengths and rewards.
     * ``dirpath``: every rank writes its rollouts to ``iteration_000003/rank_00001.jsonl`` or ``.parquet`` (``prompt``, ``completion``,
-      ``reward``, ``advantage``, ``num_response_tokens``, ``sample_id``, ``group_id``, ``iteration``); rank zero writes
-      ``iteration_000003/histograms.json``. :class:`ReplayDataModule` reads the folder.
+      ``reward``, ``advantage``, ``num_response_tokens``, ``sample_id``, ``group_id``, ``iteration``, and ``extra``: what reward functions
+      told by ``log_extra``, if any did); rank zero writes ``iteration_000003/histograms.json``. :class:`ReplayDataModule` reads the folder.
     * Loggers (rank zero): quantiles, ``rollouts/length_p50`` and so on, to all of them; the table ``rollouts`` and the histograms
       ``rollouts/length`` and ``rollouts/reward`` to those that take them (TensorBoard, W&B, others with ``log_table`` or ``log_text``).
 
@@ -88,13 +90,14 @@ class RolloutLogger(RolloutCallback):
             return
         meshes = meshes_of(trainer)
         histograms = rollout_histograms(rollouts.store.table, self.num_bins)
+        extra = gather_extra(rollouts.store, meshes)
         # One phase: a tokenizer or a disk fails on one rank only, and the others must not go on alone.
         with fail_together(meshes.world_group, "logging rollouts"):
             writes = self.dirpath is not None and meshes.sp_rank == 0
-            rows = rollout_rows(rollouts, None if writes else self.max_rows) if writes or trainer.is_global_zero else []
+            rows = rollout_rows(rollouts, None if writes else self.max_rows, extra) if writes or trainer.is_global_zero else []
             if self.dirpath is not None and writes:
                 folder = Path(self.dirpath) / folder_name(rollouts.iteration)
-                write_rows(folder / file_name(meshes.dp_rank, self.file_format), rows, self.file_format)
+                write_rows(folder / file_name(meshes.dp_rank, self.file_format), rows, self.file_format, with_extra=extra is not None)
                 if trainer.is_global_zero:
                     write_text(folder / "histograms.json", json.dumps(histograms) + "\n")
             if trainer.is_global_zero:
@@ -113,18 +116,38 @@ class RolloutLogger(RolloutCallback):
         for logger in trainer.loggers:
             logger.log_metrics(rollout_quantiles(table), step=trainer.global_step)
             if rows:
-                log_table(logger, "rollouts", _SHOWN, [[row[name] for name in _SHOWN] for row in rows], trainer.global_step)
+                shown = [*_SHOWN, *([EXTRA] if EXTRA in rows[0] else [])]
+                texts = [{**row, EXTRA: extra_text(row)} for row in rows]
+                log_table(logger, "rollouts", shown, [[row[name] for name in shown] for row in texts], trainer.global_step)
             for name, values in _columns(table).items():
                 if values:
                     log_histogram(logger, f"rollouts/{name}", values, trainer.global_step)
 
 
-def rollout_rows(rollouts: Rollouts, max_rows: int | None = None) -> list[dict[str, Any]]:
+def gather_extra(store: RolloutStore, meshes: Meshes) -> dict[int, dict[str, Any]] | None:
+    """Tell every rank what reward functions logged of each rollout, wherever it was sampled; collective over all ranks.
+
+    Args:
+        store: Of this rank.
+        meshes: Groups of the run.
+
+    Returns:
+        Columns by the rollout's id in the collection; None if nothing was logged on any rank.
+    """
+    told = gather_strings(json.dumps(list(store.extra.items()), default=str) if store.extra else "", meshes.world_group)
+    rows = [row for text in told if text for row in json.loads(text)]
+    return {int(index): columns for index, columns in rows} if rows else None
+
+
+def rollout_rows(
+    rollouts: Rollouts, max_rows: int | None = None, extra: Mapping[int, dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """Return this rank's rollouts as plain rows, by ascending ``sample_id``.
 
     Args:
         rollouts: What the hook got.
         max_rows: Most rows; None for all.
+        extra: From :func:`gather_extra`.
     """
     prompts, samples = rollouts.prompts, rollouts.store.samples
     if max_rows is not None:
@@ -149,6 +172,7 @@ def rollout_rows(rollouts: Rollouts, max_rows: int | None = None) -> list[dict[s
                 "reward": reward if math.isfinite(reward) else None,
                 "advantage": advantage if math.isfinite(advantage) else None,
                 "num_response_tokens": int(mask.sum()),
+                **({} if extra is None else {EXTRA: extra.get(index, {})}),
             }
         )
     return rows
@@ -167,10 +191,14 @@ def rollout_table(rows: Sequence[dict[str, Any]], title: str, max_text_length: i
         table.add_column(name, overflow="fold")
     for name in ("reward", "advantage", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
+    has_extra = any(EXTRA in row for row in rows)
+    if has_extra:
+        table.add_column(EXTRA, overflow="fold")
     for row in rows:
         texts = [Text(_cut(row[name], max_text_length)) for name in ("prompt", "completion")]
         numbers = ["-" if row[name] is None else f"{row[name]:.3f}" for name in ("reward", "advantage")]
-        table.add_row(*texts, *numbers, str(row["num_response_tokens"]))
+        extra = [Text(_cut(extra_text(row), max_text_length))] if has_extra else []
+        table.add_row(*texts, *numbers, str(row["num_response_tokens"]), *extra)
     return table
 
 

@@ -60,21 +60,21 @@ def encode_rendered(tokenizer: "Tokenizer", text: str) -> list[int]:
     return list(tokenizer.encode(text, **({"add_special_tokens": False} if takes_option else {})))
 
 
-def encode_reply(tokenizer: "Tokenizer", message: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> list[int]:
-    """Return what stands between the end of a policy's turn and the beginning of its next one, if ``message`` lies between.
+def encode_reply(tokenizer: "Tokenizer", reply: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> list[int]:
+    """Return what stands between the end of a policy's turn and the beginning of its next one, if ``reply`` lies between.
 
-    The template renders a stand-in for the policy's turn followed by the message. Nothing that was sampled is rendered again, since
+    The template renders a stand-in for the policy's turn followed by the reply. Nothing that was sampled is rendered again, since
     a template may change it and text may be tokenized otherwise than it was sampled.
 
     Args:
         tokenizer: Has a chat template.
-        message: Of the user, or of a tool.
+        reply: Messages of the user, or of tools.
         options: As for :func:`render`.
 
     Raises:
         ValueError: The template does not show the turns in order.
     """
-    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}, dict(message)]
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}, *map(dict, reply)]
     _, found, behind = render(tokenizer, messages, options).partition(_ANSWER)
     if not found:
         raise ValueError("The chat template leaves out the assistant's turn before the last message, so turns cannot follow each other.")

@@ -14,14 +14,14 @@ from lightning_rlbatch.rollout.row_files import rows_of_file
 
 PromptSource: TypeAlias = str | list[str] | Callable[[], Any] | Sequence[Mapping[str, Any]]
 """Rows with a ``prompt`` column: the path of a JSONL or Parquet file, several such paths, a function that returns rows or its import
-path, a ``datasets`` object, a pandas or polars ``DataFrame``, or any sequence of rows."""
+path, a ``datasets`` object, a pandas or polars ``DataFrame``, a torch ``Dataset``, or any sequence of rows."""
 
 TokenizerSource: TypeAlias = str | Callable[[], Any] | Any
 """The folder or hub name of a transformers tokenizer, a class or function that makes a tokenizer, its import path, or the tokenizer."""
 
 _TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a conversational row: what its chat template is given
 _ARGUMENTS = ("prompts", "completions", "completion_ids")  # of reward functions: a column of that name would take their place
-_FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+_TABLE_FORMATS = ("pandas", "polars", "arrow")  # of a datasets object whose rows are tables of one row
 
 
 def read_prompts(
@@ -148,11 +148,9 @@ def _rows(source: Any, name: str) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(source, Mapping):
         raise TypeError(f"{name} holds several splits, {', '.join(map(repr, list(source)[:5]))}. Pass one of them.")
-    if hasattr(source, "columns") and hasattr(source, "to_dict"):  # a DataFrame, which iterates over its columns
-        source = source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")  # polars, pandas
-    if not isinstance(source, Iterable):
+    rows = _listed(source)
+    if rows is None:
         raise TypeError(f"{name} must be a file, a function or rows, but is of type {type(source).__name__}.")
-    rows = list(source)
     if not rows or not all(isinstance(row, str | os.PathLike) for row in rows):
         yield from ((f"{name}: row {number}", row) for number, row in enumerate(rows))
         return
@@ -163,12 +161,23 @@ def _rows(source: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from rows_of_file(Path(path), option=name)
 
 
+def _listed(source: Any) -> list[Any] | None:
+    """Return the rows of an object that holds them; None if it holds none."""
+    if hasattr(source, "columns") and hasattr(source, "to_dict"):  # a DataFrame, which iterates over its columns
+        source = source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")  # polars, pandas
+    if hasattr(source, "with_format") and getattr(source, "format", {}).get("type") in _TABLE_FORMATS:
+        source = source.with_format(None)
+    if isinstance(source, Iterable):
+        return list(source)
+    is_map_style = hasattr(source, "__len__") and hasattr(source, "__getitem__")  # a torch Dataset, which may know no end but its length
+    return [source[index] for index in range(len(source))] if is_map_style else None
+
+
 def _imported(source: str | os.PathLike[str], name: str) -> Callable[..., Any]:
     given = os.fspath(source)
     if Path(given).is_dir():
         raise ValueError(f"{name} is {given!r}, a folder. Name the files in it.")
-    # train.jsonl would be the import path of something called jsonl in a module called train
-    found = import_callable(given) if isinstance(source, str) and not given.endswith(_FILE_SUFFIXES) else None
+    found = import_callable(given) if isinstance(source, str) else None
     if found is None:
         raise ValueError(f"{name} is {given!r}, which is neither an existing file nor the import path of a function.")
     return found
@@ -177,7 +186,7 @@ def _imported(source: str | os.PathLike[str], name: str) -> Callable[..., Any]:
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:
     """Return the tokenizer that was configured; see ``TokenizerSource``."""
     if isinstance(source, str):
-        maker = None if Path(source).is_dir() else import_callable(source)
+        maker = import_callable(source)
         if maker is not None:
             return cast(Tokenizer, maker())
         from transformers import AutoTokenizer

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,12 +102,16 @@ class RolloutStore:
         mini_batches: Ids of each mini-batch of the first epoch.
         options: How to cut.
         meshes: Groups of the run.
+
+    Attributes:
+        extra: What reward functions tell of the rollouts that this rank sampled, by id; it stays here when samples move.
     """
 
     def __init__(
         self, samples: PackedBatch, table: RolloutTable, mini_batches: Sequence[Sequence[int]], options: BatchingOptions, meshes: Meshes
     ) -> None:
         self.table = table
+        self.extra: dict[int, dict[str, Any]] = {}
         self._options = options
         self._meshes = meshes
         self._holder = [-1] * len(table)

@@ -19,6 +19,7 @@ from lightning_rlbatch.functional.metrics import length_metrics
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.ppo_checks import check_group_size
 from lightning_rlbatch.modules.preparation import RolloutPreparation
+from lightning_rlbatch.modules.reward_log import logged_means
 from lightning_rlbatch.modules.reward_model import score_sequences
 from lightning_rlbatch.modules.sampling import Rollout, RolloutSampler, pack_rollouts
 from lightning_rlbatch.modules.scoring_context import scoring_context
@@ -68,6 +69,7 @@ class RolloutCollector:
                 table = gather_table(samples, self._group_ids(), sampler.prompts.rollouts_per_prompt, self.meshes)
                 store = RolloutStore(samples, table, [table.ids_of_prompts(members) for members in mini_batches], options, self.meshes)
                 store.to(module.device)
+                store.extra = {sampler.own.start + place: rollout.extra for place, rollout in enumerate(rollouts) if rollout.extra}
             with self._timed("scoring"):
                 score_rollouts(module, store)
             prepared = RolloutPreparation(module, store).run()
@@ -102,6 +104,7 @@ class RolloutCollector:
 
     def _metrics(self, store: RolloutStore, rollouts: Sequence[Rollout]) -> dict[str, float]:
         table, own = store.table, rollout_sums(self.module.component_names, rollouts)
+        own |= self.sampler.reward_log.all_sums(self.meshes.world_group)
         sums = all_reduce_sums(own, self.meshes.world_group)
         metrics = reward_metrics(sums) | {f"length/{name}": value for name, value in _lengths(table).items()}
         equal = zero_variance_groups(table.rewards, table.group_ids)
@@ -231,10 +234,12 @@ def reward_metrics(sums: Mapping[str, float], prefix: str = "") -> dict[str, flo
         prefix: Prefix of the metrics' names.
 
     Returns:
-        Mean reward and mean of each function (NaN without any verdict), mean response length and share of truncated responses.
+        Mean reward and mean of each function (NaN without any verdict), what functions logged, mean response length and share of
+        truncated responses.
     """
     rewards = {key.removeprefix("reward:"): value for key, value in sums.items() if key.startswith("reward:")}
     metrics = {f"{prefix}reward/{name}": _quotient(value, sums[f"verdicts:{name}"]) for name, value in rewards.items()}
+    metrics |= logged_means(sums, prefix)
     metrics[f"{prefix}reward/mean"] = _quotient(sums["rewards"], sums["rated"])
     metrics[f"{prefix}length/mean"] = _quotient(sums["tokens"], sums["rollouts"])
     metrics[f"{prefix}length/truncated"] = _quotient(sums["truncated"], sums["rollouts"])

@@ -1,20 +1,17 @@
 """Call reward functions that follow TRL's convention, and check what they return."""
 
-import asyncio
-import atexit
 import copy
 import functools
-import inspect
 import math
-import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lightning_rlbatch.data.chat import Conversation
 from lightning_rlbatch.functional.rewards import combine_rewards
+from lightning_rlbatch.modules.calls import accepted, call_together, one_for_each
+from lightning_rlbatch.modules.reward_log import current_log
 
 RewardFunction = Callable[..., Sequence[float | None]]
 AnswerFunction = Callable[..., Sequence[Any]]
@@ -34,7 +31,8 @@ def call_rewards(
 
     A function is called as ``reward(prompts=..., completions=..., completion_ids=..., **columns)``; arguments it does not
     take are left out, so functions written for TRL and plain ``f(prompts, completions)`` both work. ``None`` means no verdict. Functions
-    that are ``async``, or return something to be awaited, wait side by side, always in the same event loop.
+    that are ``async``, or return something to be awaited, wait side by side, always in the same event loop. A function that names
+    ``log_metric``, ``log_extra`` or ``trainer_state`` among its arguments gets these too, see :class:`RewardLog`.
 
     Args:
         functions: Reward functions.
@@ -53,12 +51,13 @@ def call_rewards(
         ValueError: A function returned too few or too many rewards, or one that is not finite; names function and sample.
     """
     arguments: dict[str, Any] = {"prompts": prompts, "completions": completions, **columns, "completion_ids": completion_ids}
+    tools = current_log().arguments(len(completions))
     calls = {
-        name: functools.partial(function, **_accepted(f"Reward function {name!r}", function, _own_copy(arguments)))
+        name: functools.partial(function, **accepted(f"Reward function {name!r}", function, _own_copy(arguments), tools))
         for name, function in zip(reward_names(functions), functions)
     }
     # A rank may have no completion at all; functions need not be written for that.
-    returned = _call_all(calls) if completions else dict.fromkeys(calls, ())
+    returned = call_together(calls) if completions else dict.fromkeys(calls, ())
     by_name = {name: _checked(name, rewards, completions) for name, rewards in returned.items()}
     if not completions or not functions:
         return [math.nan] * len(completions), by_name
@@ -86,18 +85,18 @@ def call_answers(
         columns: Other columns of the prompts' rows, one value per completion.
 
     Raises:
-        TypeError: The function takes what is no column.
+        TypeError: The function takes what is no column, or returned no list.
         ValueError: It returned too few or too many answers.
     """
     if function is None:
         texts = [completion if isinstance(completion, str) else completion[-1].get("content") for completion in completions]
         return [str(text).strip() for text in texts]
     arguments = {"prompts": prompts, "completions": completions, **columns, "completion_ids": completion_ids}
-    answers = list(function(**_accepted("answer_function", function, arguments))) if completions else []
-    if len(answers) != len(completions):
-        raise ValueError(
-            f"answer_function returned {len(answers)} answers for {len(completions)} completions. Return one (or None) each, in order."
-        )
+    if not completions:
+        return []
+    call = functools.partial(function, **accepted("answer_function", function, _own_copy(arguments)))
+    returned = call_together({"answer_function": call})["answer_function"]
+    answers = one_for_each("answer_function", returned, completions, "one answer (or None) per completion", "answers")
     return [None if answer is None else str(answer) for answer in answers]
 
 
@@ -137,72 +136,6 @@ def _name(function: RewardFunction) -> str:
     return getattr(named, "__name__", type(named).__name__)
 
 
-def _accepted(what: str, function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
-    required = [parameter for parameter in parameters.values() if parameter.default is parameter.empty]
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    missing = [parameter.name for parameter in required if parameter.kind in by_keyword and parameter.name not in arguments]
-    if missing:
-        raise TypeError(
-            f"{what} takes {', '.join(missing)}, but the prompts' rows have no such column. It may take:"
-            f" {', '.join(sorted(arguments))}. Add the column to the rows, or give the argument a default."
-        )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
-
-
-def _call_all(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Return what the calls return, in their order; what is to be awaited waits together, behind the others."""
-    returned: dict[str, Any] = {}
-    try:
-        for name, call in calls.items():
-            returned[name] = call()
-    except BaseException:
-        for value in returned.values():
-            if inspect.iscoroutine(value):
-                value.close()  # it would complain that it was never awaited
-        raise
-    later = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
-    if not later:
-        return returned
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        results = _wait_for(later.values())
-    else:  # a notebook runs a loop in this thread already
-        with ThreadPoolExecutor(1) as executor:
-            results = executor.submit(_wait_for, later.values()).result()
-    return returned | dict(zip(later, results))
-
-
-def _wait_for(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
-    async def together() -> list[Any]:
-        return await asyncio.gather(*awaitables)
-
-    loop = _event_loop(os.getpid())
-    try:
-        return loop.run_until_complete(together())
-    except BaseException:  # an error of one of them, or a stop of the run: the others must not go on in the next call
-        loop.run_until_complete(_cancel_the_others())
-        raise
-
-
-async def _cancel_the_others() -> None:
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-
-
-@functools.cache
-def _event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return the loop of a process: semaphores and client sessions of reward functions belong to the loop that they were first used in."""
-    loop = asyncio.new_event_loop()
-    atexit.register(loop.close)
-    return loop
-
-
 def _own_copy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments whose lists, token ids and messages a function may change without another one seeing it."""
     copied = {name: list(values) for name, values in arguments.items()}
@@ -213,14 +146,7 @@ def _own_copy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, rewards: Any, completions: Sequence[str | Conversation]) -> list[float]:
-    if isinstance(rewards, (Mapping, Set, str)) or not isinstance(rewards, Iterable):
-        raise TypeError(f"Reward function {name!r} must return one number (or None) per completion, in order, but returned {rewards!r}.")
-    listed = list(rewards)
-    if len(listed) != len(completions):
-        raise ValueError(
-            f"Reward function {name!r} returned {len(listed)} rewards for {len(completions)} completions."
-            " Return exactly one number (or None for no verdict) per completion, in order."
-        )
+    listed = one_for_each(f"Reward function {name!r}", rewards, completions, "one number (or None) per completion", "rewards")
     checked = []
     for index, reward in enumerate(listed):
         if reward is None:

@@ -5,7 +5,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lightning_rlbatch.distributed.reductions import all_gather_rows
 from lightning_rlbatch.functional.filters import should_resample, zero_variance_groups
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.progress import rollout_progress
+from lightning_rlbatch.modules.reward_log import RewardLog, logging_rewards
 from lightning_rlbatch.modules.rewards import check_rewards
 from lightning_rlbatch.modules.turns import Response, ResponseSampler, texts
 from lightning_rlbatch.rollout.engine import Completion, SamplingParams, rollout_seed
@@ -41,6 +43,7 @@ class Rollout:
         baseline: Reward of the greedy answer to the same prompt; NaN if nothing needs it.
         sampled: True for each token of the completion that the policy sampled; None if it sampled all.
         answer: What it votes for in a majority vote; None for nothing.
+        extra: What reward functions tell of it beside their rewards.
     """
 
     prompt_ids: list[int]
@@ -50,6 +53,7 @@ class Rollout:
     baseline: float = math.nan
     sampled: list[bool] | None = None
     answer: str | None = None
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def response_mask(self) -> list[bool]:
@@ -66,6 +70,9 @@ class RolloutSampler:
         stream: Number that separates this batch's random numbers from those of all others.
         description: Name of the progress bar.
         find_answers: Finds the answers of completions, called like the module's ``compute_rewards``; None leaves them out.
+
+    Attributes:
+        reward_log: What reward functions told of all completions but greedy answers.
     """
 
     def __init__(
@@ -86,6 +93,12 @@ class RolloutSampler:
         self.own = contiguous_share(prompts.num_samples, module.meshes.world_size, module.meshes.rank)
         self.seconds: dict[str, float] = {"generation": 0.0, "rewards": 0.0}
         self.num_resampled_groups = 0
+        self.reward_log = self._new_log()
+
+    def _new_log(self) -> RewardLog:
+        trainer = self.module.trainer
+        state = SimpleNamespace(global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch)
+        return RewardLog(trainer_state=state)
 
     def sample(self, sampling: SamplingParams) -> list[Rollout]:
         """Return this rank's rollouts, in the order of its share."""
@@ -141,7 +154,8 @@ class RolloutSampler:
         size = self.prompts.rollouts_per_prompt
         asked = sorted({index // size for index in self.own})
         # The first rollout's place, on whichever rank that is, and a stream apart: an engine may look at the seed all the same.
-        answers = self._rollouts([prompt * size for prompt in asked], dataclasses.replace(sampling, temperature=0.0), self.stream + _GREEDY)
+        greedy, first = dataclasses.replace(sampling, temperature=0.0), [prompt * size for prompt in asked]
+        answers = self._rollouts(first, greedy, self.stream + _GREEDY, self._new_log())
         baselines = dict(zip(asked, (answer.reward for answer in answers)))
         for index, rollout in zip(self.own, rollouts):
             rollout.baseline = baselines[index // size]
@@ -186,20 +200,21 @@ class RolloutSampler:
             check_vocabulary(self.prompts.prompt_ids[response.prompt], size, f"The prompt {prompt!r}")
             check_vocabulary(response.token_ids, size, f"A response to {prompt!r}")
 
-    def _rollouts(self, indices: Iterable[int], sampling: SamplingParams, stream: int) -> list[Rollout]:
-        module, prompts = self.module, self.prompts
+    def _rollouts(self, indices: Iterable[int], sampling: SamplingParams, stream: int, log: RewardLog | None = None) -> list[Rollout]:
+        module, prompts, log = self.module, self.prompts, log or self.reward_log
         responses = self.responses(indices, sampling, stream)
         with fail_together(self.group, "rewards"), self._timed("rewards"), module.interruptible():
             told = texts(prompts, responses)._asdict() | {"completion_ids": [response.token_ids for response in responses]}
-            totals, by_name = module.compute_rewards(**told)
+            with logging_rewards(log):
+                totals, by_name = module.compute_rewards(**told)
             check_rewards(totals, by_name, module.reward_names, len(responses))
             answers = [None] * len(responses) if self.find_answers is None else self.find_answers(**told)
             components = list(zip(*by_name.values())) or [()] * len(responses)  # no reward function beside a reward model
+            extras = log.extra(len(responses))
+            ids = [prompts.prompt_ids[response.prompt] for response in responses]
             return [
-                Rollout(
-                    prompts.prompt_ids[response.prompt], response.completion, reward, list(parts), sampled=response.sampled, answer=answer
-                )
-                for response, reward, parts, answer in zip(responses, totals, components, answers)
+                Rollout(prompt, response.completion, reward, list(parts), sampled=response.sampled, answer=answer, extra=extra)
+                for prompt, response, reward, parts, answer, extra in zip(ids, responses, totals, components, answers, extras)
             ]
 
     @contextmanager

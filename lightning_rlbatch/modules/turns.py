@@ -9,7 +9,7 @@ Invariants:
 """
 
 import dataclasses
-import inspect
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,6 +20,7 @@ from lightning_rlbatch.data.prompt_reading import template_options
 from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.distributed.reductions import all_gather_ints
+from lightning_rlbatch.modules.calls import accepted, call_together, one_for_each
 from lightning_rlbatch.rollout.dispatch import generate_together
 from lightning_rlbatch.rollout.engine import (
     Completion,
@@ -31,13 +32,13 @@ from lightning_rlbatch.rollout.engine import (
     rollout_seed,
 )
 
-Environment: TypeAlias = Callable[..., Sequence[str | Mapping[str, Any] | None]]
+Environment: TypeAlias = Callable[..., Any]
 """What answers the policy's turns: ``environment(prompts, completions, turns, turn, **columns)``, arguments it does not take left out.
 
 Called with those responses whose turn ended with the end token: ``prompts`` and ``completions`` so far as reward functions get them,
 ``turns`` the texts of the turns that just ended, ``turn`` their number from 0, columns one value per response. Returns for each
-response the text that comes next (for a conversation also a message, such as ``{"role": "tool", "content": ...}``), or None to end
-it. It may not rely on which responses come together in one call."""
+response the text that comes next (for a conversation also a message, such as ``{"role": "tool", "content": ...}``, or a list of them), or
+None to end it; may be ``async``. It may not rely on which responses come together in one call."""
 
 
 @dataclasses.dataclass
@@ -50,7 +51,7 @@ class Response:
         token_ids: Tokens of all turns, the policy's and the environment's.
         log_probs: Of each token; 0 for the environment's.
         sampled: True for each token that the policy sampled.
-        messages: One per turn, with ``role`` and ``content``.
+        messages: One per turn (a reply may have several), with ``role`` and ``content``.
         finish_reason: ``"length"`` if the response was cut off at the most tokens it may have.
     """
 
@@ -75,12 +76,12 @@ class Response:
         self.messages.append({"role": "assistant", "content": text})
         self.finish_reason = completion.finish_reason
 
-    def add_reply(self, token_ids: list[int], message: dict[str, Any]) -> None:
+    def add_reply(self, token_ids: list[int], messages: Conversation) -> None:
         """Append a turn of the environment."""
         self.token_ids += token_ids
         self.log_probs += [0.0] * len(token_ids)
         self.sampled += [False] * len(token_ids)
-        self.messages.append(message)
+        self.messages += messages
 
 
 class ResponseSampler:
@@ -158,11 +159,9 @@ class ResponseSampler:
         answered = [response for response in responses if response.finish_reason == "stop"]
         if self._environment is None or not answered or turn == self._max_turns:
             return []
-        replies = list(self._environment(**self._arguments(answered, turn - 1)))
-        if len(replies) != len(answered):
-            raise ValueError(
-                f"The environment returned {len(replies)} replies for {len(answered)} responses. Return one text (or None) each, in order."
-            )
+        call = functools.partial(self._environment, **self._arguments(answered, turn - 1))
+        returned = call_together({"environment": call})["environment"]
+        replies = one_for_each("The environment", returned, answered, "one reply (or None) per completion", "replies")
         return [response for response, reply in zip(answered, replies) if reply is not None and self._goes_on(response, reply)]
 
     def _arguments(self, responses: list[Response], turn: int) -> dict[str, Any]:
@@ -175,26 +174,38 @@ class ResponseSampler:
             "turns": [response.messages[-1]["content"] for response in responses],
             "turn": turn,
         }
-        parameters = inspect.signature(self._environment).parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return arguments
-        return {name: value for name, value in arguments.items() if name in parameters}
+        return accepted("The environment", self._environment, arguments)
 
     def _goes_on(self, response: Response, reply: Any) -> bool:
-        prompts, is_text = self._prompts, _is_text(self._prompts, response)
-        if not isinstance(reply, str) and (is_text or not isinstance(reply, Mapping) or "role" not in reply):
-            wanted = "text or None" if is_text else "text, a message with a 'role', or None"
-            raise TypeError(f"The environment must return {wanted} for each response but returned {str(reply)[:80]!r}.")
-        message = {"role": "user", "content": reply} if isinstance(reply, str) else dict(reply)
-        if is_text:
-            token_ids = encode_rendered(prompts.tokenizer, message["content"])
-        else:
-            token_ids = encode_reply(prompts.tokenizer, message, template_options(prompts.columns[response.prompt]))
+        messages = _messages(reply, is_text=_is_text(self._prompts, response))
+        token_ids = self._encode(response, messages)
         if len(token_ids) >= self._room(response):
             response.finish_reason = "length"
             return False
-        response.add_reply(token_ids, message)
+        response.add_reply(token_ids, messages)
         return True
+
+    def _encode(self, response: Response, reply: Conversation) -> list[int]:
+        prompts = self._prompts
+        try:
+            if _is_text(prompts, response):
+                return encode_rendered(prompts.tokenizer, reply[0]["content"])
+            return encode_reply(prompts.tokenizer, reply, template_options(prompts.columns[response.prompt]))
+        except Exception as error:  # a tokenizer or its template may raise anything
+            told = f"{str(reply)[:80]!r} ({type(error).__name__}: {error})"
+            raise ValueError(f"The environment's reply cannot be tokenized: {told}.") from error
+
+
+def _messages(reply: Any, *, is_text: bool) -> Conversation:
+    """Return the messages of an environment's reply."""
+    if isinstance(reply, str):
+        return [{"role": "user", "content": reply}]
+    given = [reply] if isinstance(reply, Mapping) else reply
+    are_messages = isinstance(given, list | tuple) and all(isinstance(message, Mapping) and "role" in message for message in given)
+    if is_text or not are_messages or not given:
+        wanted = "text or None" if is_text else "text, a message with a 'role', a list of these, or None"
+        raise TypeError(f"The environment must return {wanted} for each response but returned {str(reply)[:80]!r}.")
+    return [dict(message) for message in given]
 
 
 def _is_text(prompts: PromptBatch, response: Response) -> bool:

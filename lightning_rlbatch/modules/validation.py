@@ -38,7 +38,8 @@ def evaluate_prompts(module: "PPOModule", prompts: PromptBatch, batch_index: int
         rollouts = sampler.sample(module.sampling(prompts, temperature=module.validation_temperature))
         if module.reward_scorer is not None:
             add_model_rewards(module, rollouts, _options(module))
-    return rollout_sums(module.component_names, rollouts) | _sums_of_groups(module, prompts, rollouts)
+    logged = sampler.reward_log.all_sums(module.meshes.world_group)
+    return rollout_sums(module.component_names, rollouts) | logged | _sums_of_groups(module, prompts, rollouts)
 
 
 def validation_metrics(sums: Mapping[str, float]) -> dict[str, float]:

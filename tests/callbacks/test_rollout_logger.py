@@ -27,7 +27,7 @@ COMPLETIONS = [["x", "xyx"], ["[red]y", "z" * 40]]
 REWARDS = [[1.0, 0.0], [float("nan"), 0.25]]
 
 
-def make_rollouts(meshes, iteration=3):
+def make_rollouts(meshes, iteration=3, extra_of=()):
     letters = CharacterCodes()
     rows = []
     for index in contiguous_share(4, meshes.world_size, meshes.rank):
@@ -46,6 +46,7 @@ def make_rollouts(meshes, iteration=3):
     samples = PackedBatch.from_samples(rows)
     table = gather_table(samples, torch.tensor([5, 5, 2, 2]), 2, meshes)
     store = RolloutStore(samples, table, [table.ids_of_prompts([0, 1])], BatchingOptions(max_tokens_per_rank=64), meshes)
+    store.extra = {index: {"found": f"<{index}>"} for index in contiguous_share(4, meshes.world_size, meshes.rank) if index in extra_of}
     prompts = PromptBatch(PROMPTS, [letters.encode(text) for text in PROMPTS], [{}, {}], [5, 2], 2, 50, letters, 0)
     return Rollouts(store, prompts, iteration)
 
@@ -116,9 +117,9 @@ def trainer_of(meshes, *loggers):
     )
 
 
-def log(*loggers, meshes=None, iteration=3, **options):
+def log(*loggers, meshes=None, iteration=3, extra_of=(), **options):
     meshes = meshes or single_process_meshes()
-    rollouts = make_rollouts(meshes, iteration)
+    rollouts = make_rollouts(meshes, iteration, extra_of)
     RolloutLogger(**options).on_rollout_end(trainer_of(meshes, *loggers), None, rollouts)
 
 
@@ -201,14 +202,23 @@ def test_parquet_files_hold_what_json_lines_hold_with_the_same_types_on_every_ra
         torch.distributed.barrier()
         tables = [pyarrow.parquet.read_table(file) for file in sorted((tmp_path / "parquet" / "iteration_000003").glob("*.parquet"))]
         rewards = sorted(RolloutDump(tmp_path / "parquet", CharacterCodes()).read(3, 0, 1)["reward"].tolist())
-        return [table.to_pylist() for table in tables], {str(table.schema) for table in tables}, rewards
+        for file_format in ("jsonl", "parquet"):  # what was logged of a rollout is where the rollout is trained on
+            options = {"file_format": file_format, "max_rows": 0, "extra_of": (1, 3)}
+            log(meshes=data_parallel_meshes(), dirpath=str(tmp_path / "extra"), **options)
+        torch.distributed.barrier()
+        files = sorted((tmp_path / "extra" / "iteration_000003").glob("*.parquet"))
+        extra = {row["sample_id"]: row["extra"] for file in files for row in pyarrow.parquet.read_table(file).to_pylist()}
+        return [table.to_pylist() for table in tables], {str(table.schema) for table in tables}, rewards, extra
 
-    parts, schemas, rewards = run_distributed(write_and_read, 2)[0]
+    parts, schemas, rewards, extra = run_distributed(write_and_read, 2)[0]
     lines = [file.read_text().splitlines() for file in sorted((tmp_path / "jsonl" / "iteration_000003").glob("*.jsonl"))]
     assert parts == [[json.loads(line) for line in part] for part in lines]
     assert len(parts) == 2
     assert len(schemas) == 1
     assert rewards == [0.0, 0.25, 1.0]
+    assert extra == {10: "{}", 11: '{"found": "<1>"}', 5: '{"found": "<3>"}'}
+    rows = [json.loads(line) for file in (tmp_path / "extra").rglob("*.jsonl") for line in file.read_text().splitlines()]
+    assert {row["sample_id"]: row["extra"] for row in rows} == {10: {}, 11: {"found": "<1>"}, 5: {"found": "<3>"}}
     assert sorted(path.name for path in (tmp_path / "parquet" / "iteration_000003").iterdir())[0] == "histograms.json"
 
 
@@ -244,7 +254,12 @@ def test_tensorboard_gets_the_table_as_text_and_histograms_of_all_rollouts(capsy
     assert lines[0] == "| prompt | completion | reward | advantage | num_response_tokens |"
     assert len(lines) == 2 + 3
     assert "| ab | x | 1 | -1.5 | 2 |" in lines
-    capsys.readouterr()
+    assert "extra" not in capsys.readouterr().out
+    log(logger, max_rows=9, extra_of=(0,))
+    assert logger.experiment.texts["rollouts", 12].splitlines()[0].endswith("num_response_tokens | extra |")
+    printed = capsys.readouterr().out
+    assert "extra" in printed
+    assert "<0>" in printed
 
 
 def test_markdown_shows_texts_to_the_letter():

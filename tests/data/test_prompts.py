@@ -293,7 +293,7 @@ def test_messages_need_a_tokenizer_with_a_template():
 
 def test_reply_holds_what_lies_between_the_turns_and_nothing_twice():
     tokenizer = chat_tokenizer()
-    reply = encode_reply(tokenizer, {"role": "tool", "content": "fine"})
+    reply = encode_reply(tokenizer, [{"role": "tool", "content": "fine"}])
     assert words(reply) == "<tool> fine <end> <assistant>"  # the end of the policy's own turn was sampled
     whole = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}, {"role": "tool", "content": "fine"}]
     prompt = read([{"prompt": whole[:1]}], tokenizer).prompt_ids[0]
@@ -304,7 +304,7 @@ def test_reply_holds_what_lies_between_the_turns_and_nothing_twice():
 def test_template_that_forgets_earlier_turns_is_refused():
     forgetful = chat_tokenizer("<user> {{ messages[-1].content }} <end> <assistant>")
     with pytest.raises(ValueError, match="leaves out the assistant's turn"):
-        encode_reply(forgetful, {"role": "user", "content": "fine"})
+        encode_reply(forgetful, [{"role": "user", "content": "fine"}])
 
 
 # -- shares ----------------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Rollouts of several turns: what the policy said is trained, what the environment said is not, on any number of ranks."""
 
+import asyncio
+
 import pytest
 import torch
 from hand_made import plain_log_probs
@@ -104,7 +106,8 @@ def test_responses_end_one_by_one():
 def test_environment_gets_what_it_asks_for_and_nothing_else():
     seen = []
 
-    def environment(prompts, completions, turns, turn, goal):
+    async def environment(prompts, completions, turns, turn, goal):
+        await asyncio.sleep(0)
         seen.append((prompts, completions, turns, turn, goal))
         return [None if turn else "x"] * len(prompts)
 
@@ -154,7 +157,9 @@ def test_response_that_was_cut_off_is_not_answered():
 @pytest.mark.parametrize(
     ("replies", "error", "message"),
     [
-        (["x"], ValueError, "returned 1 replies for 3 responses"),
+        (["x"], ValueError, "returned 1 replies for 3 completions"),
+        (None, TypeError, "must return one reply (or None) per completion, in order, but returned 'None'"),
+        ("abc", TypeError, "must return one reply (or None) per completion, in order, but returned 'abc'"),
         ([1, 2, 3], TypeError, "must return text or None for each response but returned '1'"),
         ([{"role": "tool", "content": "x"}] * 3, TypeError, "must return text or None"),
     ],
@@ -171,15 +176,19 @@ def test_conversations_go_on_in_the_words_of_the_template():
 
     def environment(prompts, completions, turn):
         seen.append(completions)
-        return ["x", {"role": "tool", "content": "y"}] if turn == 0 else [None, None]
+        tools = [{"role": "tool", "content": letter} for letter in "yz"]  # two calls were answered
+        return ["x", tools] if turn == 0 else [None, None]
 
     responses, _, batch = respond(environment, prompts=prompts, tokenizer=ChattyTokenizer())
     encode = ChattyTokenizer().encode
     assert batch.prompt_ids == [encode("uaep", False), encode("ubepc", False)]  # the second goes on with the assistant's words
     said = [5, 6, EOS]
-    assert [response.token_ids for response in responses] == [said + encode(f"{turn}ep", False) + said for turn in ("ux", "ty")]
+    assert [response.token_ids for response in responses] == [said + encode(f"{turn}ep", False) + said for turn in ("ux", "tyetz")]
     answer = {"role": "assistant", "content": "cd"}
-    assert seen[1] == [[answer, {"role": "user", "content": "x"}, answer], [answer, {"role": "tool", "content": "y"}, answer]]
+    tools = [{"role": "tool", "content": letter} for letter in "yz"]
+    assert seen[1] == [[answer, {"role": "user", "content": "x"}, answer], [answer, *tools, answer]]
+    with pytest.raises(ValueError, match=r"environment's reply cannot be tokenized: .*'tool'.* \(KeyError: 'content'\)"):
+        respond(lambda prompts: [{"role": "tool"}, None], prompts=prompts, tokenizer=ChattyTokenizer())
 
 
 def test_options_of_turns_need_each_other():

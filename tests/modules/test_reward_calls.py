@@ -2,9 +2,11 @@
 
 import asyncio
 import functools
+from types import SimpleNamespace
 
 import pytest
 
+from lightning_rlbatch.modules.reward_log import RewardLog, logged_means, logging_rewards
 from lightning_rlbatch.modules.rewards import call_rewards, reward_names
 
 TOLD = {"prompts": ["a", "b"], "completions": ["1", "2"], "completion_ids": [[1], [2]], "columns": {"answer": [5, 6]}}
@@ -133,6 +135,38 @@ def test_no_function_is_called_without_completions():
 
     empty = {"prompts": [], "completions": [], "completion_ids": [], "columns": {"answer": []}}
     assert called([fails, Judge()], **empty) == ([], {"fails": [], "Judge": []})
+
+
+def test_functions_that_name_them_get_what_trl_gives_to_log_with():
+    def tells(completions, log_metric, log_extra, trainer_state):
+        log_metric("right", sum(map(float, completions)) / len(completions))
+        log_metric("unknown", float("nan"))
+        log_extra("said", completions)
+        return [float(trainer_state.global_step)] * len(completions)
+
+    def keeps(completions, log_extra=None, **columns):
+        assert sorted(columns) == ["answer", "completion_ids", "prompts"]  # no functions among the columns
+        log_extra("half", [0.5] * len(completions))
+        return [0.0] * len(completions)
+
+    log = RewardLog(trainer_state=SimpleNamespace(global_step=7))
+    with logging_rewards(log):
+        assert called([tells, keeps])[0] == [7.0, 7.0]
+        assert log.extra(2) == [{"said": "1", "half": 0.5}, {"said": "2", "half": 0.5}]
+        more = {"prompts": ["a"] * 3, "completions": ["4"] * 3, "completion_ids": [[1]] * 3, "columns": {"answer": [1] * 3}}
+        called([tells], **more)
+    assert logged_means(log.all_sums(None), "val/") == {"val/reward/log/right": (2 * 1.5 + 3 * 4) / 5}  # of completions, not of calls
+    called([keeps])  # nobody listens
+    assert log.extra(3)[0] == {"said": "4"}
+
+
+def test_what_cannot_be_logged_is_refused():
+    with pytest.raises(TypeError, match=r"log_metric\('a', ...\) takes a number but got 'x'"):
+        called([lambda completions, log_metric: log_metric("a", "x")])
+    with pytest.raises(ValueError, match=r"log_extra\('a', ...\) takes a value per completion: got 1 for 2"):
+        called([lambda completions, log_extra: log_extra("a", ["x"])])
+    with pytest.raises(TypeError, match=r"takes wanted, but .* It may take: answer, .*, log_extra, log_metric, prompts, trainer_state"):
+        called([lambda completions, wanted: None])
 
 
 def test_partials_have_the_names_of_their_functions():

@@ -197,6 +197,11 @@ def policy():
     return tiny_llama(dtype=torch.float32)
 
 
+def telling_reward(prompts, completion_ids, log_metric):
+    log_metric("length", sum(map(len, completion_ids)) / len(completion_ids))
+    return varied_reward(prompts, completion_ids)
+
+
 def data_module(prompts, rollouts):
     rows = [{"prompt": letter * (1 + index % 3)} for index, letter in enumerate("abcdefg")]
     return RolloutDataModule(
@@ -209,7 +214,7 @@ def collect(rank, world_size, size, sp_size):
     """Return, for each number of prompts and rollouts, what this rank holds after the rollouts of an iteration and after its update."""
     results = []
     for num_prompts, rollouts in SIZES:
-        module = SpanningPPO(policy, [varied_reward], rollout_tensor_parallel_size=size)
+        module = SpanningPPO(policy, [telling_reward], rollout_tensor_parallel_size=size)
         keep = Keep()
         strategy = "auto" if world_size == 1 else RLBatchFSDPStrategy(sp_size)
         trainer = make_trainer(world_size, strategy, callbacks=[keep], max_epochs=1)
@@ -229,6 +234,7 @@ def collect(rank, world_size, size, sp_size):
                 "loss": float(trainer.logged_metrics["train/loss"]),
                 "bytes_over_all": float(trainer.logged_metrics["perf/exchange_bytes"]),
                 "mismatch": float(trainer.logged_metrics["kl/rollout_mismatch"]),
+                "told": [float(trainer.logged_metrics[name]) for name in ("reward/log/length", "length/mean")],
             }
         )
     return results
@@ -262,6 +268,8 @@ def test_dispatch_gives_the_samples_of_one_process_alone(world_size, size, sp_si
             assert result["table"] == expected["table"]  # lengths, rewards and group ids, in the order of the ids
             assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
             assert result["mismatch"] < 1e-9
+            assert result["told"] == pytest.approx(expected["told"])  # also where some ranks have no completion to tell of
+            assert result["told"][0] == pytest.approx(result["told"][1])
             for index, row in result["rows"].items():
                 reference = expected["rows"][index]
                 for name in ("input_ids", "response_mask", "reward", "truncated"):
