@@ -152,7 +152,7 @@ def my_project(tmp_path_factory):
     parts = [snippet.code for snippet in snippets("python", ROOT / "docs" / "customizing.md") if snippet.runs]
     reward = "def reward(prompts, completions, **columns):\n    return [0.0] * len(completions)\n"
     (folder / "my_project.py").write_text("\n\n".join([*parts, reward]))
-    (folder / "prompts.jsonl").write_text('{"prompt": "2+2="}\n')
+    (folder / "prompts.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
     (folder / "outputs" / "recorded").mkdir(parents=True)
     for snippet in snippets("python"):
         name = re.match(r"# (\w+\.py)$", snippet.code.splitlines()[0])

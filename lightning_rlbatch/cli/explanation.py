@@ -12,8 +12,10 @@ from lightning_rlbatch.cli.rules_algorithms import check_algorithms
 from lightning_rlbatch.cli.rules_batching import check_batching
 from lightning_rlbatch.cli.rules_engine import check_engine
 from lightning_rlbatch.cli.rules_names import check_names
+from lightning_rlbatch.cli.rules_progress import check_progress
 from lightning_rlbatch.cli.rules_ranges import check_ranges
 from lightning_rlbatch.cli.rules_sources import check_sources
+from lightning_rlbatch.cli.rules_trainer import check_trainer
 from lightning_rlbatch.cli.rules_training import check_training
 from lightning_rlbatch.cli.run_config import RunConfig
 from lightning_rlbatch.cli.run_sizes import MicroBatch, RunSizes, micro_batch, run_sizes, sizes_json
@@ -71,7 +73,9 @@ def check(run: RunConfig, *, offline: bool = False) -> tuple[Finding, ...]:
         offline: True refuses pretrained models that would have to be downloaded.
     """
     sources = check_sources(run, offline=offline)
-    rules = (check_names, check_ranges, check_batching, check_training, check_algorithms, check_engine)
+    rules = (
+        check_names, check_ranges, check_batching, check_trainer, check_progress, check_training, check_algorithms, check_engine,
+    )  # fmt: skip
     found = dict.fromkeys([*(finding for rule in rules for finding in rule(run)), *sources])  # each once
     order = {"refused": 0, "without effect": 1, "note": 2}
     return tuple(sorted(found, key=lambda finding: order[finding.level]))

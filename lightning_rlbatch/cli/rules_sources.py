@@ -10,7 +10,9 @@ import lightning_rlbatch
 from lightning_rlbatch.cli.findings import Findings, note, refused
 from lightning_rlbatch.cli.imports import import_problem, is_import_path, module_exists
 from lightning_rlbatch.cli.pretrained_names import cached_folder, hub_cache, near_names
-from lightning_rlbatch.cli.run_config import RunConfig
+from lightning_rlbatch.cli.prompt_files import GIVEN, TOLD, prompt_files, read_prompt_file
+from lightning_rlbatch.cli.run_config import RunConfig, load_pure
+from lightning_rlbatch.cli.signatures import function_source
 
 _HOLD_A_CLASS = ("advantage", "kl_reward", "policy_loss", "rollout_correction")  # given as a path alone, or with init_args
 FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
@@ -39,6 +41,8 @@ def check_sources(run: RunConfig, *, offline: bool = False) -> Findings:
         problem = import_problem(path)
         if problem is not None:
             yield refused(option, text=f"`{option}`: class_path {path}: {_ended(problem)}")
+    yield from _check_columns(run)
+    yield from _check_reward_names(run)
     yield from _check_short_names(run)
     yield from _check_positions(run)
 
@@ -94,6 +98,41 @@ def _check_prompts(name: str, source: Any) -> Findings:
             text=f"`{name}`: there is no file {missing[0]} in {Path.cwd()}. Check the path; it is looked for from the folder in which you"
             " start the run. Or name a function that returns rows by its import path.",
         )
+    for path in prompt_files(source):
+        file = read_prompt_file(path)
+        if file.problem is not None:
+            yield refused(name, text=f"`{name}`: {file.problem}")
+        elif file.places:
+            yield note(name, text=f"`{name}`: only {file.places} were looked at.")
+
+
+def _check_columns(run: RunConfig) -> Findings:
+    """Find arguments of reward functions that no column of the prompts has."""
+    functions = run.model.given.get("reward_functions")
+    for path in functions if isinstance(functions, list) else []:
+        function = function_source(path) if isinstance(path, str) and is_import_path(path) else None
+        for name in ("train_prompts", "val_prompts"):
+            files = [read_prompt_file(file) for file in prompt_files(run.data.given.get(name))]
+            if function is None or not files or any(file.problem is not None for file in files):
+                continue
+            columns = frozenset().union(*(file.columns for file in files)) - {"prompt"}
+            missing = [argument for argument in function.required if argument not in (*columns, *GIVEN)]
+            if missing:
+                what = f"Reward function {path.rpartition('.')[2]!r} takes {', '.join(missing)}"
+                yield refused(
+                    "reward_functions",
+                    text=f"{what}, but the rows of `{name}` have no such column. It may take: {', '.join(sorted((*columns, *TOLD)))}."
+                    " Add the column to the rows, or give the argument a default.",
+                )
+
+
+def _check_reward_names(run: RunConfig) -> Findings:
+    """Find reward functions whose metric would take the place of another."""
+    functions = run.model.given.get("reward_functions")
+    for path in functions if isinstance(functions, list) else []:
+        problem = load_pure("modules.reward_name").reserved_name_problem(path.rpartition(".")[2]) if isinstance(path, str) else None
+        if problem is not None:
+            yield refused("reward_functions", text=problem)
 
 
 def _pretrained(run: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -13,7 +13,6 @@ _NEEDS_GROUPS = ("GRPO", "DrGRPO", "RLOO", "GPG", "PassAtK", "OPO", "ReinforcePl
 
 def check_training(run: RunConfig) -> Findings:
     """Find options that contradict each other or have nothing to act on."""
-    yield from _check_trainer(run)
     yield from _check_heads(run)
     if "PPOModule" in run.model.ancestors:
         yield from _check_critic(run)
@@ -22,27 +21,6 @@ def check_training(run: RunConfig) -> Findings:
     if run.kind == "replay":
         yield from _check_replay(run)
     yield from _check_validation(run)
-
-
-def _check_trainer(run: RunConfig) -> Findings:
-    if run.trainer.get("gradient_clip_val") is not None or run.trainer.given.get("gradient_clip_algorithm") is not None:
-        name = "gradient_clip_val" if run.trainer.get("gradient_clip_val") is not None else "gradient_clip_algorithm"
-        yield refused(name, text=f"trainer.{name} cannot be used: the module clips per role. Set model.init_args.max_grad_norm instead.")
-    if run.trainer.get("accumulate_grad_batches", 1) not in (1, None):
-        yield refused(
-            "accumulate_grad_batches",
-            text=f"trainer.accumulate_grad_batches={run.trainer.get('accumulate_grad_batches')} cannot be used: a Lightning batch is a"
-            " whole optimizer step. Raise data.init_args.mini_batch_size instead; accumulation follows from the budget.",
-        )
-    strategy = run.strategy.class_path or "auto"
-    foreign = strategy.rpartition(".")[2].lower().startswith(("fsdp", "deepspeed", "modelparallel", "model_parallel"))
-    if foreign and not run.sharded:
-        yield refused("strategy", text=f"trainer.strategy={strategy} does not run these modules. Use rlbatch_fsdp, ddp or auto.")
-    if not run.sharded and run.world_size is not None and run.world_size > 1 and strategy in ("auto", "ddp"):
-        yield note(
-            "strategy",
-            text=f"strategy={strategy} keeps a whole copy of the model on each of {run.world_size} ranks; rlbatch_fsdp shards it.",
-        )
 
 
 def _check_heads(run: RunConfig) -> Findings:

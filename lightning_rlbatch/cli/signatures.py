@@ -199,6 +199,45 @@ def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.expr] | 
     return None if target is None or not target[1] or target[0] == module else definition(*target)
 
 
+@dataclass(frozen=True)
+class FunctionSource:
+    """What is known of a function from its text.
+
+    Attributes:
+        required: Arguments without a default.
+        takes_any: Whether it takes arguments of any name.
+    """
+
+    required: tuple[str, ...]
+    takes_any: bool
+
+
+def function_source(path: str) -> FunctionSource | None:
+    """Find a function.
+
+    Args:
+        path: Import path.
+
+    Returns:
+        None if it is none, or not written as one, or its source cannot be found.
+    """
+    module, _, name = path.rpartition(".")
+    for _ in range(5):  # re-exports
+        tree = _tree(module)
+        for node in [] if tree is None else tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
+                arguments = node.args
+                positional = [*arguments.posonlyargs, *arguments.args]
+                required = positional[: len(positional) - len(arguments.defaults)]
+                required += [argument for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults) if default is None]
+                return FunctionSource(tuple(argument.arg for argument in required), arguments.kwarg is not None)
+        target = _imports(module).get(name) if tree is not None else None
+        if target is None or not target[1] or target[0] == module:
+            return None
+        module, name = target
+    return None
+
+
 # -- modules -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +280,10 @@ def _imports(module: str) -> dict[str, tuple[str, str]]:
 @functools.cache
 def _tree(module: str) -> ast.Module | None:
     file = module_file(module)
-    return None if file is None else ast.parse(file.read_text(encoding="utf-8"))
+    try:
+        return None if file is None else ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError):  # the run says so when it imports the module; so does `import_problem`
+        return None
 
 
 @functools.cache

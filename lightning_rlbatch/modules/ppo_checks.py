@@ -8,6 +8,7 @@ from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
 from lightning_rlbatch.functional.kl import KL_KINDS, needs_logits
 from lightning_rlbatch.functional.trial import algorithm_errors
 from lightning_rlbatch.models.scoring import check_head_memory
+from lightning_rlbatch.modules.reward_name import reserved_name_problem
 from lightning_rlbatch.rollout.engine import SamplingParams
 from lightning_rlbatch.rollout.engine_config import EngineConfig
 
@@ -72,6 +73,10 @@ def _check_rewards(module: "PPOModule") -> None:
     for function in module.reward_functions:
         if not callable(function):
             raise TypeError(f"reward_functions must be functions but hold {function!r}. Import it and pass the function itself.")
+    for name in module.reward_names:
+        problem = reserved_name_problem(name)
+        if problem is not None:
+            raise ValueError(problem)
     if not module.reward_functions and module.reward_model_source is None:
         raise ValueError("Expected at least one reward function, or a reward_model. Pass reward_functions=[my_reward].")
     if module.reward_model_source is not None and module.max_sampling_rounds > 1:

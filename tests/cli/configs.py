@@ -10,7 +10,7 @@ RUN: dict[str, Any] = {
     "trainer": {"accelerator": "cpu", "devices": 4, "strategy": {"class_path": "lightning_rlbatch.RLBatchFSDPStrategy", "init_args": {}}},
     "model": {
         "class_path": "lightning_rlbatch.PPOModule",
-        "init_args": {"policy": "examples.hanoi.model.build_policy", "reward_functions": ["statistics.fmean"]},
+        "init_args": {"policy": "examples.hanoi.model.build_policy", "reward_functions": ["examples.scenarios.rewards.move_share"]},
     },
     "data": {
         "class_path": "lightning_rlbatch.RolloutDataModule",

@@ -302,7 +302,7 @@ def test_overrides_are_read_as_lightning_cli_reads_them(tmp_path):
     assert merged["data"]["init_args"]["mini_batch_size"] == 8
     assert merged["data"]["init_args"]["seed"] == 3
     assert merged["model"]["init_args"]["kl_coefficient"] == 1e-3
-    assert merged["model"]["init_args"]["reward_functions"] == ["statistics.fmean", "other.reward"]
+    assert merged["model"]["init_args"]["reward_functions"] == ["examples.scenarios.rewards.move_share", "other.reward"]
     run = run_config(merged)
     assert (run.world_size, run.sp_size) == (8, 2)
 

@@ -39,7 +39,7 @@ def refused(content):
     return [finding.text for finding in explain(run_config(content)).findings if finding.level == "refused"]
 
 
-@pytest.mark.parametrize("name", ["my_rewards.exact", "my_rewards.first", "math.fsum", "os.path.join", "statistics.fmean"])
+@pytest.mark.parametrize("name", ["my_rewards.exact", "my_rewards.first", "math.fsum", "os.path.join"])
 def test_a_function_that_can_be_imported_is_accepted_without_importing_it(name):
     assert refused(config(model={"reward_functions": [name]})) == []
 

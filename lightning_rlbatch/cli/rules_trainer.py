@@ -1,0 +1,140 @@
+"""Rules about the Trainer: what Lightning or our modules refuse of it, strategies, precision, callbacks."""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_rlbatch.cli.findings import Findings, note, refused, without_effect
+from lightning_rlbatch.cli.run_config import RunConfig
+
+_STRATEGIES = ("auto", "rlbatch_fsdp", "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true")
+_FOREIGN = ("fsdp", "deepspeed", "modelparallel", "model_parallel", "xla", "single_xla")
+_PRECISIONS = {16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
+_WITH_FSDP = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # Lightning's list for strategies of FSDP2
+_CALLBACKS = {
+    **dict.fromkeys(
+        ("BackboneFinetuning", "BaseFinetuning"),
+        "works on the module before its models are made, so that it would have no effect. Freeze parameters in build_models.",
+    ),
+    "BatchSizeFinder": "would change mini_batch_size, and with it the update. Set max_tokens_per_rank, with the help of MemoryRehearsal.",
+    "GradientAccumulationScheduler": "accumulates batches, but one batch here is one optimizer step. Set mini_batch_size.",
+    "LearningRateFinder": "looks for a loss that falls as training goes well. Compare short runs, and set the lr of the optimizer.",
+    "ModelPruning": "works on the module before its models are made, so that it would have no effect. Prune in build_models.",
+    "StochasticWeightAveraging": "works on the module before its models are made. Use WeightAveraging, under DDP or on one device.",
+}
+
+
+def check_trainer(run: RunConfig) -> Findings:
+    """Find what the Trainer is told in vain, or what it cannot do with these modules.
+
+    Args:
+        run: The configuration.
+    """
+    yield from _check_optimization(run)
+    yield from _check_strategy(run)
+    yield from _check_precision(run)
+    yield from _check_callbacks(run)
+    for name in ("limit_test_batches", "limit_predict_batches"):
+        if run.trainer.get(name) is not None:
+            yield without_effect(name, "fit neither tests nor predicts.")
+    if run.trainer.get("use_distributed_sampler", True) is False and run.kind != "other":
+        yield without_effect("use_distributed_sampler", "the data module shares samples out itself, and Lightning leaves its loader alone.")
+
+
+def _check_optimization(run: RunConfig) -> Findings:
+    clip, algorithm = run.trainer.get("gradient_clip_val"), run.trainer.given.get("gradient_clip_algorithm")
+    if clip is not None or algorithm is not None:
+        name = "gradient_clip_val" if clip is not None else "gradient_clip_algorithm"
+        yield refused(name, text=f"trainer.{name} cannot be used: the module clips per role. Set model.init_args.max_grad_norm instead.")
+    batches = run.trainer.get("accumulate_grad_batches", 1)
+    if batches not in (1, None):
+        yield refused(
+            "accumulate_grad_batches",
+            text=f"trainer.accumulate_grad_batches={batches} cannot be used: a Lightning batch is a whole optimizer step. Raise"
+            " data.init_args.mini_batch_size instead; accumulation follows from the budget.",
+        )
+
+
+def _check_strategy(run: RunConfig) -> Findings:
+    strategy = run.strategy.class_path or "auto"
+    name = strategy.rpartition(".")[2].lower()
+    if name.startswith(_FOREIGN) and not run.sharded:
+        yield refused("strategy", text=f"trainer.strategy={strategy} does not run these modules. Use rlbatch_fsdp, ddp or auto.")
+    elif "." not in strategy and strategy not in _STRATEGIES and not strategy.startswith("ddp") and not run.sharded:
+        near = difflib.get_close_matches(strategy, _STRATEGIES, 1)
+        meant = f"Did you mean {near[0]}?" if near else "Use rlbatch_fsdp, ddp or auto."
+        yield refused("strategy", text=f"There is no strategy {strategy!r}. {meant}")
+    if name.startswith("ddp"):
+        for option in ("sequence_parallel_size", "data_parallel_replicate_size"):
+            if option in run.strategy.given:
+                yield refused(
+                    option, text=f"`{option}` is an option of RLBatchFSDPStrategy, not of {strategy}. Use that strategy, or drop it."
+                )
+    if not run.sharded and run.world_size is not None and run.world_size > 1 and (strategy == "auto" or name.startswith("ddp")):
+        yield note(
+            "strategy",
+            text=f"strategy={strategy} keeps a whole copy of the model on each of {run.world_size} ranks; rlbatch_fsdp shards it.",
+        )
+    devices = run.trainer.get("devices", "auto")
+    if devices == 0 or devices == "0" or (isinstance(devices, int) and devices < -1) or devices == []:
+        yield refused("devices", text=f"trainer.devices={devices!r} is no number of devices. Use 1 or more, or auto.")
+    nodes = run.trainer.get("num_nodes", 1)
+    if isinstance(nodes, int) and nodes < 1:
+        yield refused("num_nodes", text=f"trainer.num_nodes={nodes} must be at least 1.")
+
+
+def _check_precision(run: RunConfig) -> Findings:
+    given = run.trainer.get("precision")
+    precision = _PRECISIONS.get(given, given) if isinstance(given, int | str) else None
+    on_cpu = run.trainer.get("accelerator", "auto") == "cpu"
+    by_class = run.sharded and "." in run.strategy.class_path
+    if by_class and precision is not None and precision not in _WITH_FSDP:
+        plugin = " For fp16 pass the plugin lightning_rlbatch.strategies.FSDPMixedPrecision." if precision == "16-mixed" else ""
+        yield refused(
+            "precision",
+            text=f"trainer.precision={given} cannot be used: Lightning allows {', '.join(_WITH_FSDP)} with a strategy of FSDP2.{plugin}",
+        )
+    elif precision == "16-mixed" and on_cpu:
+        yield note(
+            "precision",
+            text=f"trainer.precision={given} is bf16-mixed on the CPU, which has no mixed precision with fp16: Lightning trains in bf16, as"
+            " the option of its own name would. Set bf16-mixed or 32-true.",
+        )
+
+
+def _check_callbacks(run: RunConfig) -> Findings:
+    for path, given in _callbacks(run):
+        name = path.rpartition(".")[2]
+        if name in _CALLBACKS:
+            yield refused("callbacks", text=f"The callback {name} does not fit {run.model.name}: it {_CALLBACKS[name]}")
+        elif run.sharded and name in ("WeightAveraging", "EMAWeightAveraging"):
+            yield refused(
+                "callbacks",
+                text=f"{name} works on a whole copy of the module, but RLBatchFSDPStrategy keeps shards. Remove it, or train with"
+                " strategy: ddp.",
+            )
+        elif name == "ModelCheckpoint" and given.get("train_time_interval") is not None:
+            yield refused(
+                "train_time_interval",
+                text=f"The callback {name} does not fit {run.model.name}: it never saves by time under manual optimization. Use"
+                " RLBatchModelCheckpoint with the same train_time_interval.",
+            )
+        elif name == "ModelCheckpoint" and given.get("save_last") == "link" and run.strategy.get("async_save") is True:
+            yield refused(
+                "save_last",
+                text="With async_save a link to the last checkpoint may move only when that is complete, but"
+                " ModelCheckpoint(save_last='link') moves it at once. Use RLBatchModelCheckpoint(save_last='link').",
+            )
+        elif name == "RolloutLogger" and given.get("file_format", "jsonl") != "jsonl" and given.get("dirpath") is None:
+            yield refused(
+                "file_format", text=f"file_format={given['file_format']!r} has no effect without dirpath. Set dirpath, or drop it."
+            )
+
+
+def _callbacks(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    found = run.trainer.given.get("callbacks")
+    for value in found if isinstance(found, list) else [found]:
+        path = value.get("class_path") if isinstance(value, dict) else value
+        given = value.get("init_args") if isinstance(value, dict) else None
+        if isinstance(path, str):
+            yield path, given if isinstance(given, dict) else {}
