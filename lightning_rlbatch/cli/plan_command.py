@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens-per-rank", type=int, help="token budget of one GPU")
     add("--micro-batch-size", type=int, help="samples per micro-batch instead of a budget")
     add("--mini-batch-size", type=int, help="prompts of one optimizer step with --from-rollouts, else samples in the file's order"
-        " (default: all)")  # fmt: skip
+        " (default: all; with --config its mini_batch_size x rollouts_per_prompt)")  # fmt: skip
     add("--ppo-epochs", type=int, help="passes over an iteration's rollouts, with --from-rollouts (default 1)")
     add("--seed", type=int, help="of mini-batch membership, with --from-rollouts (default: the recorded one, else 0)")
     add("--equal-size", action="store_true", default=None, help="as many samples on every rank, plus or minus one")
@@ -142,6 +142,12 @@ def complete(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         run = run_config(config)
         refuse_unknown_names(run)
         known = _of_run(run)
+        if options.from_rollouts is None and run.kind == "rollouts":  # the lengths are those of samples
+            known["mini_batch_size"] = samples_per_mini_batch(run)
+        elif options.from_rollouts is None and run.kind == "replay" and options.mini_batch_size is None:
+            raise ValueError(
+                "mini_batch_size of a replay counts prompts, and a file of lengths has samples. Pass --mini-batch-size, in samples."
+            )
         if known["seed"] is None and isinstance(config.get("seed_everything"), int):
             known["seed"] = config["seed_everything"]
     # A cap on the command line replaces the configuration's, whichever of the two that sets.
@@ -163,6 +169,16 @@ def _of_run(run: RunConfig) -> dict[str, Any]:
         "padded": run.model.get("remove_padding") is False,
         "tokenizer": run.data.get("tokenizer"),
     }
+
+
+def samples_per_mini_batch(run: RunConfig) -> int | None:
+    """Return the samples of an optimizer step: ``mini_batch_size`` prompts with all of their rollouts.
+
+    Args:
+        run: A configuration that samples rollouts.
+    """
+    prompts, group = run.data.number("mini_batch_size"), run.data.number("rollouts_per_prompt")
+    return None if prompts is None or group is None else prompts * group
 
 
 def _mini_batches(options: argparse.Namespace) -> tuple[list[list[int]], list[int]]:

@@ -8,6 +8,8 @@ from typing import Any
 from lightning_rlbatch.functional.plan import BatchPlan
 from lightning_rlbatch.functional.planning import MICRO_STEP_OVERHEAD, plan_mini_batch
 
+NEGLIGIBLE = 0.02  # share of the time that half the memory is worth
+
 
 def make_plan(lengths: list[int], options: argparse.Namespace, **changes: Any) -> BatchPlan:
     """Plan one mini-batch.
@@ -75,7 +77,8 @@ def sweep(mini_batches: list[list[int]], options: argparse.Namespace) -> list[di
         options: As parsed.
 
     Returns:
-        One row per setting that can run, cheapest first; ``time`` is relative to the cheapest.
+        One row per setting that can run, cheapest first. ``time`` is relative to the cheapest, ``memory`` (most tokens that a GPU holds at
+        once) is ``max_tokens`` / ``sp``, and ``choice`` is 1 for the setting that :func:`chosen` takes.
     """
     if options.max_tokens_per_rank is None:
         raise ValueError("--sweep varies the token budget: pass --max-tokens-per-rank as its middle.")
@@ -90,7 +93,14 @@ def sweep(mini_batches: list[list[int]], options: argparse.Namespace) -> list[di
             numbers = measure(plans)
             overhead = MICRO_STEP_OVERHEAD * options.coefficient * numbers["micro_steps"] * len(plans)
             rows.append(
-                {"dp": world // sp, "sp": sp, "max_tokens_per_rank": budget, **numbers, "time": numbers["step_workload"] / sp + overhead}
+                {
+                    "dp": world // sp,
+                    "sp": sp,
+                    "max_tokens_per_rank": budget,
+                    **numbers,
+                    "memory": -(-numbers["max_tokens"] // sp),
+                    "time": numbers["step_workload"] / sp + overhead,
+                }
             )
     if not rows:
         raise ValueError(
@@ -105,4 +115,16 @@ def sweep(mini_batches: list[list[int]], options: argparse.Namespace) -> list[di
     distinct: dict[tuple[float, ...], dict[str, float]] = {}
     for row in sorted(ordered, key=lambda row: row["max_tokens_per_rank"]):
         distinct.setdefault(tuple(row[name] for name in ("sp", "micro_steps", "max_tokens", "step_workload")), row)
-    return [row for row in ordered if row in distinct.values()]
+    kept = [row for row in ordered if row in distinct.values()]
+    best = chosen(kept)
+    return [row | {"choice": float(row is best)} for row in kept]
+
+
+def chosen(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the setting to take: of those that cost next to nothing more than the cheapest, the one that holds fewest tokens on a GPU.
+
+    Args:
+        rows: Of a sweep, cheapest first.
+    """
+    near = [row for row in rows if row["time"] <= rows[0]["time"] * (1 + NEGLIGIBLE)]
+    return min(near, key=lambda row: (row["max_tokens_per_rank"], row["sp"]))

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlbatch.cli.numbers import number, percent
+from lightning_rlbatch.cli.plan_numbers import NEGLIGIBLE
 from lightning_rlbatch.functional.plan import BatchPlan
 
 MAX_ROWS = 20
@@ -97,14 +98,20 @@ def show_sweep(rows: list[dict[str, float]], console: Console, options: argparse
         console: Where.
         options: As parsed.
     """
-    table = Table(title=f"{options.dp * options.sp} GPUs, cheapest first", title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for name in ("dp", "sp", "max tokens per rank", "time", "efficiency", "micro-steps", "fill", "imbalance"):
+    title = f"{options.dp * options.sp} GPUs, cheapest first"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("dp", "sp", "max tokens\nper rank", "tokens\non a GPU", "time", "effi-\nciency", "micro-\nsteps", "fill", "imbal-\nance"):
         table.add_column(name, justify="right")
-    for row in rows[:MAX_ROWS]:
+    best = next(row for row in rows if row["choice"])
+    shown = rows[:MAX_ROWS] if best in rows[:MAX_ROWS] else [*rows[: MAX_ROWS - 1], best]
+    for row in shown:
         table.add_row(
+            "*" if row is best else "",
             number(row["dp"]),
             number(row["sp"]),
             number(row["max_tokens_per_rank"]),
+            number(row["memory"]),
             number(row["time"], 3),
             percent(row["efficiency"]),
             number(row["micro_steps"], 2),
@@ -112,8 +119,20 @@ def show_sweep(rows: list[dict[str, float]], console: Console, options: argparse
             number(row["imbalance"], 2),
         )
     console.print(table)
-    best = rows[0]
+    console.print(Text(_advice(rows[0], best), style="bold"))
     console.print(
-        Text(f"Cheapest: max_tokens_per_rank={best['max_tokens_per_rank']:g}, sequence_parallel_size={best['sp']:g}.", style="bold"),
-        Text("Communication of sequence parallelism and memory are not in the estimate.", style="dim"),
+        Text(
+            "tokens on a GPU: most at once, what activations grow with. Communication of sequence parallelism is not counted.", style="dim"
+        )
+    )
+
+
+def _advice(cheapest: dict[str, float], best: dict[str, float]) -> str:
+    """Say which setting to take, and what the cheapest one would cost and gain."""
+    setting = "max_tokens_per_rank={max_tokens_per_rank:g}, sequence_parallel_size={sp:g}"
+    if best is cheapest:
+        return f"* Take {setting.format(**best)}: the cheapest, and nothing smaller is within {percent(NEGLIGIBLE)} of it."
+    return (
+        f"* Take {setting.format(**best)}: it holds {number(best['memory'])} tokens on a GPU and takes {percent(best['time'] - 1)} longer"
+        f" than the cheapest ({setting.format(**cheapest)}), which holds {number(cheapest['memory'])}."
     )

@@ -7,8 +7,8 @@ scored, whatever the batch's ``response_mask`` says, because mistakes sit where 
 
 How much of a difference is rounding depends on the model: on its depth, and on its weights. So it is measured: the plain forward runs in
 fp64 too, and what it differs by from itself is what layouts may differ by, a few times over. Layouts round as often as the plain forward
-does, only in another order: among 13 models, up to 48 layers and SmolLM2-135M, the largest error of a layout was 0.4 to 1.4 times that of
-the plain forward, while planted faults change gradients by 10% and more.
+does, only in another order: among toy models of up to 48 layers and SmolLM2-135M, the largest error of a layout was 0.4 to 1.4 times that
+of the plain forward, while planted faults change gradients by 10% and more.
 """
 
 import copy

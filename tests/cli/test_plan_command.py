@@ -2,9 +2,11 @@ import json
 import random
 
 import pytest
+from configs import config, write
 
 from lightning_rlbatch.cli import main
 from lightning_rlbatch.cli.lengths import read_lengths
+from lightning_rlbatch.cli.plan_numbers import chosen
 from lightning_rlbatch.functional import plan_mini_batch
 
 
@@ -93,6 +95,26 @@ def test_the_sweep_keeps_the_number_of_gpus_and_puts_the_cheapest_first(lengths_
     assert times[0] == 1.0
     assert {row["sp"] for row in settings} == {1, 2, 4, 8}
     assert all(row["max_tokens"] <= row["sp"] * row["max_tokens_per_rank"] for row in settings)
+    (choice,) = [row for row in settings if row["choice"]]
+    near = [row for row in settings if row["time"] <= 1.02]
+    assert choice in near
+    assert choice["max_tokens_per_rank"] == min(row["max_tokens_per_rank"] for row in near)
+
+
+def test_half_the_memory_is_worth_two_per_cent_of_the_time_and_the_sweep_says_both(lengths_file, capsys):
+    rows = [{"time": 1.0, "max_tokens_per_rank": 32768.0, "sp": 1.0}, {"time": 1.015, "max_tokens_per_rank": 16384.0, "sp": 1.0},
+            {"time": 1.03, "max_tokens_per_rank": 8192.0, "sp": 1.0}]  # fmt: skip
+    assert chosen(rows) is rows[1]
+    out = " ".join(run(capsys, lengths_file, "--dp", "4", "--sp", "2", "--max-tokens-per-rank", "4096", "--sweep").split())
+    assert "* Take max_tokens_per_rank=" in out
+    assert "tokens on a GPU" in out
+
+
+def test_a_file_of_lengths_is_cut_into_the_samples_of_the_runs_mini_batches(lengths_file, tmp_path, capsys):
+    path = write(tmp_path, config(data={"max_tokens_per_rank": 9000}))
+    shown = " ".join(run(capsys, lengths_file, "--config", path).split())
+    assert "4 mini-batches" in shown  # 128 samples: 4 prompts x 8 rollouts each
+    assert "2 mini-batches" in " ".join(run(capsys, lengths_file, "--config", path, "--mini-batch-size", "64").split())
 
 
 @pytest.mark.parametrize(

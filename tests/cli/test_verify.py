@@ -6,6 +6,8 @@ from configs import config, write
 
 import lightning_rlbatch.models.scorer as scorer
 from lightning_rlbatch.cli import main
+from lightning_rlbatch.cli.run_config import run_config
+from lightning_rlbatch.cli.verify import layout_of
 
 
 @pytest.fixture
@@ -32,23 +34,44 @@ def run(tmp_path, policy, *arguments, sp=1):
 def test_a_sound_policy_passes_in_every_layout_of_the_configuration(tmp_path, policy_file, capsys):
     assert run(tmp_path, policy_file, "--json", sp=2) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert [row["layout"] for row in answer["layouts"]] == ["padded", "packed", "dp=1, sp=2"]
+    assert [row["layout"] for row in answer["layouts"]] == ["padded", "packed", "dp=2, sp=2"]  # all of the 4 ranks
+    assert answer["tested"] == "padded, packed and on 4 CPU ranks (dp=2, sp=2)"
+    assert answer["not_tested"] == ["the gathering of parameters by FSDP, which changes no number"]
     assert answer["passed"]
     assert max(row["worst"] for row in answer["layouts"]) < 1e-10  # in float64 nothing but the last digits differs
 
 
 def test_a_deep_model_passes_in_float32_by_default_and_its_faults_do_not(tmp_path, policy_file, capsys, monkeypatch):
     policy = {"class_path": "toy_policies.deep"}
-    assert run(tmp_path, policy, "--json", "--dtype", "float32") == 0
+    assert run(tmp_path, policy, "--json", "--dtype", "float32", "--dp", "1") == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["tolerance"]["gradients"] == pytest.approx(max(1e-5, 5 * answer["rounding"]["gradient"]))
     plant_a_fault(monkeypatch)
-    assert run(tmp_path, policy, "--json", "--dtype", "float32") == 1
+    assert run(tmp_path, policy, "--json", "--dtype", "float32", "--dp", "1") == 1
 
 
 def test_padding_alone_is_compared_where_the_configuration_pads(tmp_path, policy_file, capsys):
     assert run(tmp_path, policy_file, "--json", "--model.remove_padding=false") == 0
     assert [row["layout"] for row in json.loads(capsys.readouterr().out)["layouts"]] == ["padded"]
+
+
+@pytest.mark.parametrize(
+    ("change", "world", "layout", "words"),
+    [
+        ({}, 1, (1, 1), "Tested: padded, packed. Not tested: nothing of this configuration."),
+        ({}, 64, (8, 1), "more than 8 of the run's 64 data-parallel ranks"),
+        ({"strategy": {"sequence_parallel_size": 4}}, 16, (2, 4), "more than 2 of the run's 4 data-parallel ranks"),
+        ({"strategy": {"sequence_parallel_size": 16}}, 16, (1, 1), "sequence_parallel_size=16 (this machine can fork 8 ranks"),
+        ({"model": {"remove_padding": False}}, 4, (1, 1), "ranks, since remove_padding is false"),
+    ],
+)
+def test_the_layout_of_the_run_is_tested_as_far_as_the_machine_goes_and_the_rest_is_named(change, world, layout, words, monkeypatch):
+    monkeypatch.setattr("lightning_rlbatch.cli.verify._free_memory", lambda: 2**40)
+    found = layout_of(run_config(config(**change), world), dp=None, sp=None, size=2**20)
+    assert (found.dp, found.sp) == layout
+    assert words in found.sentence
+    monkeypatch.setattr("lightning_rlbatch.cli.verify._free_memory", lambda: 2**20)
+    assert layout_of(run_config(config(**change), world), dp=None, sp=None, size=2**20).dp <= 2
 
 
 @pytest.mark.parametrize("option", ["--sp", "--dp"])
