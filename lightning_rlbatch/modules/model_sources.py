@@ -14,8 +14,32 @@ from lightning_rlbatch.models.pretrained import require_pretrained
 from lightning_rlbatch.models.without_weights import make_without_weights
 
 ModelSource: TypeAlias = str | Callable[[], PreTrainedModel]
-"""A function without arguments that makes the model (or peft's model, with adapters in its layers), its import path, or
-the folder or hub name of a pretrained model."""
+"""A function without arguments that makes the model (or peft's model, with adapters in its layers), its import path, the
+folder or hub name of a pretrained model, or a model, of which a copy is used (every rank then keeps the original, whole)."""
+
+
+class CopiesOf:
+    """Makes copies of a model, as a function would make models; a module as an attribute would be a part of the module that trains.
+
+    Args:
+        model: What configuration files make of a ``class_path`` with ``init_args``, for example.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self) -> PreTrainedModel:
+        """Return a copy."""
+        return cast(PreTrainedModel, copy.deepcopy(self.model))
+
+
+def as_source(given: ModelSource) -> ModelSource:
+    """Return a source that a module can keep as an attribute.
+
+    Args:
+        given: What a user configured.
+    """
+    return CopiesOf(given) if isinstance(given, nn.Module) else given
 
 
 def load_model(

@@ -19,7 +19,7 @@ from lightning_rlbatch.models.scoring import HEAD_MEMORY_MIB
 from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory, default_optimizer
 from lightning_rlbatch.modules.collection import VALIDATION_STREAM, let_engine_sleep, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
-from lightning_rlbatch.modules.model_sources import ModelSource
+from lightning_rlbatch.modules.model_sources import ModelSource, as_source
 from lightning_rlbatch.modules.ppo_checks import check_ppo_options, chosen_policy_loss
 from lightning_rlbatch.modules.ppo_collection import PPOCollection
 from lightning_rlbatch.modules.prediction import generate_completions
@@ -39,7 +39,7 @@ class PPOModule(PPOCollection):
     method to override: :meth:`compute_rewards`, :meth:`compute_advantages`, :meth:`policy_terms`, ...
 
     Args:
-        policy: Model to train: a function that makes it, or the folder or hub name of a pretrained one.
+        policy: Model to train: a function that makes it, the folder or hub name of a pretrained one, or a model; see ``ModelSource``.
         reward_functions: Functions ``reward(prompts, completions, **columns) -> list[float | None]``.
         reward_weights: Weight of each function; 1 each by default.
         reward_model: Sequence classifier with one label that rewards prompt and completion too; same forms as ``policy``. With it
@@ -131,11 +131,11 @@ class PPOModule(PPOCollection):
         max_grad_norm: float | None = 1.0,
     ) -> None:
         super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler, max_grad_norm=max_grad_norm)
-        self.policy_source = policy
+        self.policy_source = as_source(policy)
         self.reward_functions = reward_functions
         self.reward_weights = [1.0] * len(reward_functions) if reward_weights is None else reward_weights
         self.reward_names = reward_names(reward_functions)
-        self.reward_model_source = reward_model
+        self.reward_model_source = None if reward_model is None else as_source(reward_model)
         self.reward_model_weight = reward_model_weight
         self.advantage = advantage
         self.policy_loss = chosen_policy_loss(self, policy_loss)
@@ -152,7 +152,7 @@ class PPOModule(PPOCollection):
         self.overlong_buffer = overlong_buffer
         self.overlong_factor = overlong_factor
         self.max_sampling_rounds = max_sampling_rounds
-        self.critic_source = critic
+        self.critic_source = None if critic is None else as_source(critic)
         self.critic_lr = critic_lr
         self.value_coefficient = value_coefficient
         self.value_clip = value_clip

@@ -16,7 +16,7 @@ from lightning_rlbatch.modules.base import (
     RLBatchModule,
     default_optimizer,
 )
-from lightning_rlbatch.modules.model_sources import ModelSource, is_on_meta, load_model
+from lightning_rlbatch.modules.model_sources import ModelSource, as_source, is_on_meta, load_model
 from lightning_rlbatch.modules.ratio_metric import RatioMetric
 
 
@@ -52,7 +52,7 @@ class SFTModule(RLBatchModule):
         max_grad_norm: float | None = 1.0,
     ) -> None:
         super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler, max_grad_norm=max_grad_norm)
-        self.policy_source = policy
+        self.policy_source = as_source(policy)
         self.remove_padding = remove_padding
         check_head_memory(head_memory_mib)
         self.head_memory_mib = head_memory_mib

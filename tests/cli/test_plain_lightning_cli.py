@@ -79,6 +79,7 @@ def test_all_forms_of_the_configuration_train_alike(tmp_path):
             "--trainer.strategy.grad_sync=every",
             "--model.init_args.max_grad_norm=1.0",
             "--data.seed=0",
+            '--model.policy={"class_path": "tests.helpers.tiny_llama", "init_args": {"seed": 0}}',  # a model, made already
         )
         assert override.trainer.strategy.grad_sync == "every"
         own = plain_cli("fit", "--config", paths["typed"], "--model.own=4", typed=True)
