@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_rlbatch.callbacks.doctor_rules import RULES, Diagnosis, History, Thresholds, diagnose
+from lightning_rlbatch.callbacks.doctor_history import History
+from lightning_rlbatch.callbacks.doctor_rules import RULES, Diagnosis, Thresholds, diagnose
 
 
 class UnhealthyTraining(RuntimeError):  # noqa: N818 - names a state of the run, as Lightning's SIGTERMException does
@@ -48,7 +49,7 @@ class TrainingDoctor(Callback):
         self.ignore = list(ignore or [])
         self.strict = strict
         self.diagnoses: list[Diagnosis] = []
-        self._iterations: list[dict[str, float]] = []
+        self._history = History(window=thresholds.window)
         self._steps: list[dict[str, float]] = []
         self._present: set[str] = set()
 
@@ -66,9 +67,9 @@ class TrainingDoctor(Callback):
         if "train/ratio" in self._steps[0]:
             means["first_ratio"] = self._steps[0]["train/ratio"]
         self._steps = []
-        self._iterations.append(means)
+        self._history.add(means)
         iteration = trainer.current_epoch
-        found = [finding for finding in diagnose(History(self._iterations), self.thresholds) if finding.name not in self.ignore]
+        found = [finding for finding in diagnose(self._history, self.thresholds) if finding.name not in self.ignore]
         found = [dataclasses.replace(finding, iteration=iteration) for finding in found]
         new = [finding for finding in found if finding.name not in self._present]
         self._present = {finding.name for finding in found}
@@ -82,9 +83,9 @@ class TrainingDoctor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"iterations": self._iterations, "present": sorted(self._present)}
+        return {"history": self._history.state_dict(), "present": sorted(self._present)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._iterations = list(state_dict["iterations"])
+        self._history.load_state_dict(state_dict["history"])
         self._present = set(state_dict["present"])

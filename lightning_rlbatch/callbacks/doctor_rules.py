@@ -2,8 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `rlbatch report` reads this file alone, without the package around it
+    from lightning_rlbatch.callbacks.doctor_history import History
 
 
 @dataclass(frozen=True)
@@ -70,41 +74,15 @@ class Diagnosis:
         return f"{self.name.replace('_', ' ')} at iteration {self.iteration}: {self.seen} {self.advice}"
 
 
-class History:
-    """Mean of every metric per iteration; a missing or non-finite value leaves a gap.
-
-    Args:
-        iterations: Metrics of each iteration, oldest first.
-    """
-
-    def __init__(self, iterations: Sequence[Mapping[str, float]]) -> None:
-        self.iterations = iterations
-
-    def values(self, name: str) -> list[float]:
-        """Return the finite values of a metric, oldest first."""
-        found = (metrics.get(name, math.nan) for metrics in self.iterations)
-        return [value for value in found if math.isfinite(value)]
-
-    def recent(self, name: str, window: int) -> float | None:
-        """Return the mean of the last values, None with fewer than ``window``."""
-        values = self.values(name)
-        return statistics.fmean(values[-window:]) if len(values) >= window else None
-
-    def first(self, name: str, window: int) -> float | None:
-        """Return the mean of the first values, None until there are twice as many as ``window``."""
-        values = self.values(name)
-        return statistics.fmean(values[:window]) if len(values) >= 2 * window else None
-
-
 Finding = tuple[str, str]
 """What was seen, and what to try."""
 
-Rule = Callable[[History, Thresholds], Finding | None]
+Rule = Callable[["History", Thresholds], Finding | None]
 
 
-def first_ratio(history: History, limits: Thresholds) -> Finding | None:
+def first_ratio(history: "History", limits: Thresholds) -> Finding | None:
     """The first update of an iteration sees other log-probs than the rollouts' scoring."""
-    values = history.values("first_ratio")
+    values = history.series("first_ratio").last
     if not values or abs(values[-1] - 1) <= limits.ratio_error:
         return None
     return (
@@ -113,7 +91,7 @@ def first_ratio(history: History, limits: Thresholds) -> Finding | None:
     )
 
 
-def entropy_collapse(history: History, limits: Thresholds) -> Finding | None:
+def entropy_collapse(history: "History", limits: Thresholds) -> Finding | None:
     """The policy has become certain before it has become right."""
     first, now = history.first("train/entropy", limits.window), history.recent("train/entropy", limits.window)
     if now is None:
@@ -121,13 +99,14 @@ def entropy_collapse(history: History, limits: Thresholds) -> Finding | None:
     advice = "Lower the learning rate or ppo_epochs, raise clip_high, or add entropy_coefficient."
     if now < limits.entropy_floor:
         return f"entropy is {now:.4f} nats per token (below {limits.entropy_floor:g}): every prompt gets one answer.", advice
-    values, window = history.values("train/entropy"), limits.window
-    early = statistics.fmean(values[window : 2 * window]) if len(values) >= 2 * window else None
-    if first is not None and early is not None and len(values) <= 4 * window:
+    values, window = history.series("train/entropy"), limits.window
+    early = statistics.fmean(values.first[window : 2 * window]) if values.count >= 2 * window else None
+    if first is not None and early is not None and values.count <= 4 * window:
         speed = 1 - (early / first) ** (1 / window) if first > 0 else 0.0
         if speed > limits.entropy_speed:
             return f"entropy falls by {100 * speed:.0f}% per iteration, from {first:.3f} to {early:.3f} nats in {window}.", advice
-    spent = _median_ratio(history, "train/approx_kl", "train/entropy", 2 * window)
+    ratios = list(history.spent.last)
+    spent = statistics.median(ratios[-2 * window :]) if len(ratios) >= 2 * window else None
     if first is not None and spent is not None and now < first / 2 and spent > limits.entropy_spent:
         return (
             f"entropy went from {first:.3f} to {now:.3f} nats, and the KL of an update is {100 * spent:.0f}% of what is left: the policy"
@@ -139,7 +118,7 @@ def entropy_collapse(history: History, limits: Thresholds) -> Finding | None:
     return None
 
 
-def reward_hacking_by_length(history: History, limits: Thresholds) -> Finding | None:
+def reward_hacking_by_length(history: "History", limits: Thresholds) -> Finding | None:
     """Responses shrink, or grow without better rewards: the policy plays on their length instead of the task.
 
     Growth with rising rewards is how reasoning is learnt, and no finding.
@@ -157,7 +136,7 @@ def reward_hacking_by_length(history: History, limits: Thresholds) -> Finding | 
     return seen, "Read some rollouts (RolloutLogger): something may pay for writing more. Try overlong_buffer."
 
 
-def kl_blow_up(history: History, limits: Thresholds) -> Finding | None:
+def kl_blow_up(history: "History", limits: Thresholds) -> Finding | None:
     """Updates are too large, or the policy has left its reference."""
     update, reference = history.recent("train/approx_kl", limits.window), history.recent("kl/reference", limits.window)
     if update is not None and update > limits.approx_kl:
@@ -173,7 +152,7 @@ def kl_blow_up(history: History, limits: Thresholds) -> Finding | None:
     return None
 
 
-def engine_mismatch(history: History, limits: Thresholds) -> Finding | None:
+def engine_mismatch(history: "History", limits: Thresholds) -> Finding | None:
     """The engine that samples computes other log-probs than the trainer."""
     now = history.recent("kl/rollout_mismatch", limits.window)
     if now is None or now <= limits.mismatch_kl:
@@ -184,7 +163,7 @@ def engine_mismatch(history: History, limits: Thresholds) -> Finding | None:
     )
 
 
-def clip_fraction(history: History, limits: Thresholds) -> Finding | None:
+def clip_fraction(history: "History", limits: Thresholds) -> Finding | None:
     """Too many tokens are outside the clip range, so the update ignores them."""
     low, high = (history.recent(f"train/clip_fraction_{side}", limits.window) for side in ("low", "high"))
     total = (low or 0.0) + (high or 0.0)
@@ -196,7 +175,7 @@ def clip_fraction(history: History, limits: Thresholds) -> Finding | None:
     )
 
 
-def zero_variance_groups(history: History, limits: Thresholds) -> Finding | None:
+def zero_variance_groups(history: "History", limits: Thresholds) -> Finding | None:
     """Most groups teach nothing, since all of their rollouts got the same reward."""
     right, wrong = (history.recent(f"reward/zero_variance_all_{kind}", limits.window) for kind in ("right", "wrong"))
     if right is None or wrong is None or right + wrong <= limits.zero_variance:
@@ -207,7 +186,7 @@ def zero_variance_groups(history: History, limits: Thresholds) -> Finding | None
     return seen, "The prompts are too easy or exploration is gone: add harder ones, set max_sampling_rounds, or stop here."
 
 
-def truncation(history: History, limits: Thresholds) -> Finding | None:
+def truncation(history: "History", limits: Thresholds) -> Finding | None:
     """Responses hit the length limit, so their rewards say little."""
     now = history.recent("length/truncated", limits.window)
     if now is None or now <= limits.truncated:
@@ -218,7 +197,7 @@ def truncation(history: History, limits: Thresholds) -> Finding | None:
     )
 
 
-def starving_prompts(history: History, limits: Thresholds) -> Finding | None:
+def starving_prompts(history: "History", limits: Thresholds) -> Finding | None:
     """Rewards stopped rising while the gradient grows from a few lucky groups."""
     first, now = history.first("train/grad_norm/policy", limits.window), history.recent("train/grad_norm/policy", limits.window)
     right, wrong = (history.recent(f"reward/zero_variance_all_{kind}", limits.window) for kind in ("right", "wrong"))
@@ -233,7 +212,7 @@ def starving_prompts(history: History, limits: Thresholds) -> Finding | None:
     )
 
 
-def skipped_steps(history: History, limits: Thresholds) -> Finding | None:
+def skipped_steps(history: "History", limits: Thresholds) -> Finding | None:
     """Optimizer steps are skipped."""
     now = history.recent("train/skipped_steps", limits.window)
     if now is None or now <= limits.skipped_steps:
@@ -244,36 +223,32 @@ def skipped_steps(history: History, limits: Thresholds) -> Finding | None:
     )
 
 
-def useless_critic(history: History, limits: Thresholds) -> Finding | None:
+def useless_critic(history: "History", limits: Thresholds) -> Finding | None:
     """The critic predicts worse than the mean return."""
-    values = history.values("value/explained_variance")
-    if len(values) < 10 or statistics.fmean(values[-limits.window :]) >= 0:
+    count, now = history.series("value/explained_variance").count, history.recent("value/explained_variance", limits.window)
+    if count < 10 or now is None or now >= 0:
         return None
     return (
-        f"after {len(values)} iterations the critic explains {statistics.fmean(values[-limits.window :]):.2f} of the variance of returns.",
+        f"after {count} iterations the critic explains {now:.2f} of the variance of returns.",
         "Raise critic_lr, lower value_clip's effect (or drop it), or use an estimator without values.",
     )
 
 
-def _median_ratio(history: History, numerator: str, denominator: str, window: int) -> float | None:
-    """Return the median of a ratio over the last iterations, None with fewer than ``window`` that have both values."""
-    pairs = [(metrics.get(numerator, math.nan), metrics.get(denominator, math.nan)) for metrics in history.iterations]
-    ratios = [above / below for above, below in pairs if math.isfinite(above) and below > 0]
-    return statistics.median(ratios[-window:]) if len(ratios) >= window else None
-
-
-def _rose(history: History, limits: Thresholds) -> bool:
+def _rose(history: "History", limits: Thresholds) -> bool:
     """Say whether rewards are higher than at the start, by more than their noise from iteration to iteration."""
-    values, window = history.values("reward/mean"), limits.window
-    if len(values) < 2 * window:
+    rewards, before, now = (
+        history.series("reward/mean"),
+        history.first("reward/mean", limits.window),
+        history.recent("reward/mean", limits.window),
+    )
+    if before is None or now is None:
         return False
-    gain = statistics.fmean(values[-window:]) - statistics.fmean(values[:window])
-    return gain > 0.05 * (max(values) - min(values)) and gain > 0
+    return now - before > max(0.0, 0.05 * (rewards.high - rewards.low))
 
 
-def _rising(history: History, limits: Thresholds) -> bool:
+def _rising(history: "History", limits: Thresholds) -> bool:
     """Say whether the mean reward of the last iterations is higher than that of as many before."""
-    values, span = history.values("reward/mean"), 4 * limits.window
+    values, span = list(history.series("reward/mean").last), 4 * limits.window
     if len(values) < 2 * span:
         return True
     recent, before = values[-span:], values[-2 * span : -span]
@@ -299,13 +274,13 @@ RULES: dict[str, Rule] = {
 }
 
 
-def diagnose(history: History, limits: Thresholds) -> list[Diagnosis]:
+def diagnose(history: "History", limits: Thresholds) -> list[Diagnosis]:
     """Return everything that the rules see after the last iteration.
 
     Args:
         history: Of all iterations so far.
         limits: When a number is alarming.
     """
-    iteration = len(history.iterations) - 1
+    iteration = history.num_iterations - 1
     found = ((name, rule(history, limits)) for name, rule in RULES.items())
     return [Diagnosis(name, iteration, *finding) for name, finding in found if finding is not None]

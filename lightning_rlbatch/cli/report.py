@@ -140,8 +140,10 @@ def _doctor(run: RunMetrics) -> str:
     rules = load_pure("callbacks.doctor_rules")
     iterations = run.iterations()
     seen: dict[str, list[Any]] = {}
-    for count in range(1, len(iterations) + 1):
-        for diagnosis in rules.diagnose(rules.History(iterations[:count]), rules.Thresholds()):
+    history = load_pure("callbacks.doctor_history").History()
+    for metrics in iterations:
+        history.add(metrics)
+        for diagnosis in rules.diagnose(history, rules.Thresholds()):
             epoch = iterations[diagnosis.iteration].get("epoch", diagnosis.iteration)  # a resumed run's log begins in the middle
             diagnosis = dataclasses.replace(diagnosis, iteration=int(epoch))
             seen.setdefault(diagnosis.name, []).append(diagnosis)

@@ -9,7 +9,8 @@ from hand_made import HandMadeDataModule, Step, make_samples, with_policy_log_pr
 from helpers import length_reward, make_trainer, tiny_llama
 
 from lightning_rlbatch.callbacks import Thresholds, TrainingDoctor, UnhealthyTraining
-from lightning_rlbatch.callbacks.doctor_rules import RULES, History, diagnose
+from lightning_rlbatch.callbacks.doctor_history import History
+from lightning_rlbatch.callbacks.doctor_rules import RULES, diagnose
 from lightning_rlbatch.data.batching import BatchingOptions
 from lightning_rlbatch.functional import PolicyLoss
 from lightning_rlbatch.modules import PPOModule
@@ -26,10 +27,11 @@ SHAPES = [(1, 9), (2, 8), (3, 5), (1, 3)]
 
 def first_seen(iterations):
     """Return when each rule first fired as the run went on."""
-    seen = {}
-    for count in range(1, len(iterations) + 1):
-        for found in diagnose(History(iterations[:count]), Thresholds()):
-            seen.setdefault(found.name, count - 1)
+    seen, history = {}, History()
+    for number, metrics in enumerate(iterations):
+        history.add(metrics)
+        for found in diagnose(history, Thresholds()):
+            seen.setdefault(found.name, number)
     return seen
 
 
@@ -122,6 +124,22 @@ def test_longer_responses_with_better_rewards_are_no_finding_but_without_them_th
 def test_missing_metrics_and_nan_leave_the_rules_silent():
     assert diagnose(History([{}] * 10), Thresholds()) == []
     assert diagnose(History([dict.fromkeys(healthy(), math.nan)] * 10), Thresholds()) == []
+
+
+def test_the_memory_of_a_run_does_not_grow_with_it_and_goes_on_in_another_process():
+    size = {}
+    history = History()
+    for number in range(1, 1001):
+        history.add(healthy(**{"reward/mean": math.sin(number), "train/approx_kl": 0.4 if number > 990 else 0.001}))
+        size[number] = len(json.dumps(history.state_dict()))
+    assert size[1000] <= 1.02 * size[100]
+    restored = History()
+    restored.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    for found in (history, restored):
+        found.add(healthy(**{"train/approx_kl": 0.4}))
+    said = [list(map(str, diagnose(found, Thresholds()))) for found in (history, restored)]
+    assert said[0] == said[1]
+    assert said[0][0].startswith("kl blow up at iteration 1000")
 
 
 # -- in a run ------------------------------------------------------------------------------------------------------------------------
