@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlbatch.cli.config_file import ConfigFileError, read_config
+from lightning_rlbatch.cli.made import build_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,18 +89,17 @@ def _export(options: Any) -> int:
     from transformers import AutoTokenizer
 
     from lightning_rlbatch.callbacks.export import pretrained_state, save_pretrained
-    from lightning_rlbatch.modules.model_sources import load_model
 
     state, source = read_model(options.checkpoint, options.prefix)
     source = options.policy or source
-    if not isinstance(source, str):
+    if not isinstance(source, str | dict):
         raise ValueError("the checkpoint does not say what the model was made from. Pass --policy FOLDER, a hub name or a function.")
-    model = load_model(source)
+    model = build_policy(source)
     model.load_state_dict(state)
     state = pretrained_state(model, keep=True)
-    has_tokenizer = (Path(source) / "tokenizer_config.json").exists()
+    has_tokenizer = isinstance(source, str) and (Path(source) / "tokenizer_config.json").exists()
     save_pretrained(model, state, options.output, tokenizer=AutoTokenizer.from_pretrained(source) if has_tokenizer else None)
-    return sum(value.numel() for value in model.parameters())
+    return sum(value.numel() for value in {value.data_ptr(): value for value in state.values()}.values())  # tied weights once
 
 
 def read_model(path: Path, prefix: str) -> tuple[dict[str, "Tensor"], object]:
