@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from test_metric_names import undocumented
+
 REPOSITORY = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -23,6 +25,8 @@ def test_the_demo_runs_both_phases_on_two_ranks_and_leaves_what_the_readme_says(
     assert (outputs / "grpo" / "policy" / "model.safetensors").is_file()
     assert (outputs / "grpo" / "checkpoints" / "last.ckpt").exists()
     with (outputs / "grpo" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+        table = csv.DictReader(file)
+        rows = [row for row in table if row["train/loss"]]
+    assert undocumented(set(table.fieldnames or ()) - {"epoch", "step"}) == []
     assert [int(row["step"]) for row in rows] == list(range(8)), "two iterations of four optimizer steps"
     assert abs(float(rows[0]["train/ratio"]) - 1) < 1e-5, "the first update is on-policy"
