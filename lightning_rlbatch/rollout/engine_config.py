@@ -109,7 +109,7 @@ class TransformersEngineConfig(EngineConfig):
         give_memory(replica)
         if dtype is not None:
             cast_parameters(replica, dtype)
-        return TransformersEngine(replica, pad_token_id=0, **options)
+        return TransformersEngine(replica, pad_token_id=0, keep_dtype=dtype is not None, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

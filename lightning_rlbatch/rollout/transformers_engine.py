@@ -57,6 +57,7 @@ class TransformersEngine:
         max_batch_size: Most sequences that decode together; None for all of them. Bounds the memory of the key/value cache.
         attn_implementation: Attention of the model while it generates (attention for packed samples has no cache), None to keep it.
         method: What runs the model step by step, see above.
+        keep_dtype: False lets each parameter take the dtype of what :meth:`update_weights` brings for it.
 
     Raises:
         ValueError: If the model is sharded, an argument is out of range, or the method or the attention cannot run the model exactly.
@@ -77,6 +78,7 @@ class TransformersEngine:
         max_batch_size: int | None = None,
         attn_implementation: str | None = "sdpa",
         method: DecodingMethod = "embedded",
+        keep_dtype: bool = True,
     ) -> None:
         if method not in get_args(DecodingMethod):
             raise ValueError(f"method must be one of {', '.join(map(repr, get_args(DecodingMethod)))} but is {method!r}.")
@@ -99,6 +101,7 @@ class TransformersEngine:
         self.pad_token_id = pad_token_id
         self.max_batch_size = max_batch_size
         self.method = method
+        self.keep_dtype = keep_dtype
         self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
         # transformers renamed the argument within version 5
         taken = inspect.signature(model.forward).parameters
@@ -134,7 +137,8 @@ class TransformersEngine:
             max_batch_size: See the class.
             attn_implementation: See the class.
             method: See the class.
-            dtype: Of the copy; None for the model's.
+            dtype: Of the copy; None for the model's, and that of the weights that :meth:`update_weights` brings: a strategy may cast the
+                model after it was copied.
             device: Of the copy; None for the model's (the CPU if that is meta).
         """
         device = torch.device(device) if device is not None else model.device
@@ -146,7 +150,12 @@ class TransformersEngine:
         cast_parameters(replica, dtype or model.dtype, device)
         nn.Module.to(replica, device=device)
         engine = cls(
-            replica, pad_token_id=pad_token_id, max_batch_size=max_batch_size, attn_implementation=attn_implementation, method=method
+            replica,
+            pad_token_id=pad_token_id,
+            max_batch_size=max_batch_size,
+            attn_implementation=attn_implementation,
+            method=method,
+            keep_dtype=dtype is not None,
         )
         if not any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in parameters):
             engine.update_weights(full_parameters(model))
@@ -171,10 +180,12 @@ class TransformersEngine:
                 problems.append(f"{name} is unknown")
             else:
                 missing.pop(id(target), None)
-                if target.shape == tensor.shape:
+                if target.shape != tensor.shape:
+                    problems.append(f"{name} has shape {tuple(tensor.shape)} but the engine's has {tuple(target.shape)}")
+                elif self.keep_dtype or target.dtype == tensor.dtype or not isinstance(target, nn.Parameter):
                     target.copy_(tensor)
                 else:
-                    problems.append(f"{name} has shape {tuple(tensor.shape)} but the engine's has {tuple(target.shape)}")
+                    target.data = tensor.detach().to(target.device, copy=True)
             del tensor  # else it would live on while the next one is gathered
         problems += [f"{name} is missing" for name in missing.values()]
         if problems:

@@ -34,9 +34,11 @@ def full_parameters(module: nn.Module, *, merge_adapters: bool = False) -> Itera
         ValueError: Adapters that are not, or more than, an addition to the weight (DoRA and other variants) cannot be merged like this.
     """
     reshard(module)
+    # Makes every parameter a shard again too, also of an FSDP root above the module: parameters must not be taken before.
+    buffers = _persistent_buffers(module)
     adapters = _adapters(module) if merge_adapters else {}
     with torch.no_grad():
-        for name, parameter in (*module.named_parameters(), *_persistent_buffers(module)):
+        for name, parameter in (*module.named_parameters(), *buffers):
             owner = next((prefix for prefix in adapters if name.startswith(prefix)), None)
             if owner is None:
                 yield name, whole_tensor(parameter)

@@ -10,7 +10,8 @@ from hand_made import prompts, varied_reward
 from helpers import ToyTokenizer, make_trainer
 from rollout_toys import mixed_requests, reference_log_probs, toy_llama
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.modules import PPOModule
@@ -33,10 +34,13 @@ def test_adapters_are_added_to_their_weights_under_the_names_of_the_plain_model(
     def fn(rank, world_size):
         model = adapted()
         if world_size > 1:
-            mesh = init_device_mesh("cpu", (world_size,))
+            mesh, half = init_device_mesh("cpu", (world_size,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+                fully_shard(layer, mesh=mesh, mp_policy=half)
+            root = fully_shard(torch.nn.Sequential(model), mesh=mesh, mp_policy=half)
+            with torch.no_grad():
+                root(torch.tensor([[3]]))  # leaves the root's parameters gathered, in half precision
+            assert not isinstance(model.lm_head.weight, DTensor)
         return dict(full_parameters(model, merge_adapters=True))
 
     expected = dict(merged_by_hand(adapted()).named_parameters())
@@ -111,6 +115,24 @@ def test_the_engine_may_hold_its_copy_in_half_precision():
     for dtypes, mismatch in run_distributed(fn, 1, init_process_group=False)[0]:
         assert dtypes == {torch.bfloat16, torch.float32}
         assert 1e-9 < abs(mismatch) < 0.05
+
+
+def test_the_engine_has_the_dtype_of_the_trained_weights_whatever_the_model_was_made_in():
+    def fn(rank, world_size):
+        dtypes = {}
+        for precision in ("bf16-true", "bf16-mixed", "64-true"):
+            for source in (toy_llama, adapted):
+                module = PPOModule(source, [varied_reward])
+                sizes = {"train_batch_size": 2, "mini_batch_size": 2, "rollouts_per_prompt": 2, "max_prompt_length": 1}
+                data = RolloutDataModule(lambda: prompts("gf"), ToyTokenizer(), max_tokens_per_rank=8, max_response_length=7, **sizes)
+                make_trainer(1, "auto", max_epochs=1, precision=precision).fit(module, datamodule=data)
+                dtypes[precision, source] = {parameter.dtype for parameter in module.rollout_engine.model.parameters()}
+        return dtypes
+
+    (dtypes,) = run_distributed(fn, 1, init_process_group=False)
+    for source in (toy_llama, adapted):
+        found = [dtypes[precision, source] for precision in ("bf16-true", "bf16-mixed", "64-true")]
+        assert found == [{torch.bfloat16}, {torch.float32}, {torch.float64}]
 
 
 def test_an_engine_of_the_plain_model_samples_from_a_policy_with_adapters(monkeypatch):
