@@ -125,7 +125,7 @@ class VLLMEngine:
         if not requests:
             return []
         if self._cache_asleep:
-            self.llm.wake_up(tags=["kv_cache"])
+            self._wake_up("kv_cache")
             self._cache_asleep = False
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(request.prompt_ids)} for request in requests],
@@ -200,8 +200,12 @@ class VLLMEngine:
     def wake(self) -> None:
         """Make room for the weights again; the key/value cache follows with the next :meth:`generate`."""
         if self.sleep_level and self._asleep:
-            self.llm.wake_up(tags=["weights"])
+            self._wake_up("weights")
         self._asleep = False
+
+    def _wake_up(self, what: str) -> None:
+        torch.cuda.empty_cache()  # vLLM's memory is its own: what torch keeps for later is not free to it
+        self.llm.wake_up(tags=[what])
 
 
 class _Load:
