@@ -19,6 +19,7 @@ from lightning_rlbatch.rollout.engine import (
     SamplingParams,
     WeightStream,
 )
+from lightning_rlbatch.rollout.engine_output import checked_completions
 from lightning_rlbatch.rollout.recorded_files import recorded_files, turns_of_recording
 from lightning_rlbatch.rollout.row_files import completion_text, rows_of_file
 
@@ -156,17 +157,28 @@ class RecordingEngine:
         self.engine = engine
         self.path = Path(path)
 
+    @property
+    def merges_adapters(self) -> bool:
+        """Whether the other engine wants weights under the names of the plain model."""
+        return getattr(self.engine, "merges_adapters", False)
+
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, on_progress: ProgressCallback | None = None
     ) -> list[Completion]:
-        """Sample with the other engine, and append prompts, seeds and completions to the file."""
-        completions = self.engine.generate(requests, sampling, on_progress)
+        """Sample with the other engine, and append prompts, seeds and completions to the file.
+
+        Raises:
+            TypeError: See :func:`checked_completions`, as for the following ones.
+            ValueError: A completion that is none.
+            RuntimeError: The engine returned another number of completions than it got requests.
+        """
+        completions = checked_completions(self.engine, self.engine.generate(requests, sampling, on_progress), len(requests))
         rows = [
             {
                 "prompt_ids": list(request.prompt_ids),
                 "seed": request.seed,
                 "token_ids": completion.token_ids,
-                "log_probs": completion.log_probs,
+                "log_probs": [None if math.isnan(value) else value for value in completion.log_probs],
                 "finish_reason": completion.finish_reason,
             }
             for request, completion in zip(requests, completions)

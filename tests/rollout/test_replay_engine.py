@@ -3,7 +3,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rollout_toys import STOP, mixed_requests, toy_llama
 
 from lightning_rlbatch.rollout.engine import Completion, RolloutRequest, SamplingParams
@@ -20,6 +22,22 @@ def test_what_was_recorded_is_replayed_to_the_last_bit_on_any_share(tmp_path: Pa
     for world_size in (1, 2, 4):
         shares = [ReplayEngine.from_file(tmp_path / "r.jsonl").generate(requests[r::world_size], SAMPLING) for r in range(world_size)]
         assert [shares[i % world_size][i // world_size] for i in range(len(requests))] == expected
+
+
+def test_what_an_engine_returns_as_arrays_is_recorded_and_its_wishes_are_told(tmp_path: Path) -> None:
+    class Arrays(ReplayEngine):
+        merges_adapters = True
+
+        def generate(self, requests: Any, sampling: SamplingParams, on_progress: Any = None) -> Any:
+            return [Completion(np.array([5, 6]), torch.tensor([-0.5, torch.nan]), "stop") for _ in requests]
+
+    recording = RecordingEngine(Arrays([RecordedCompletion((3,), Completion([5], [-1.0], "stop"))]), tmp_path / "r.jsonl")
+    returned = recording.generate([RolloutRequest([3], 0)], SAMPLING)
+    (served,) = ReplayEngine.from_file(tmp_path / "r.jsonl").generate([RolloutRequest([3], 0)], SAMPLING)
+    assert [completion.token_ids for completion in (*returned, served)] == [[5, 6], [5, 6]]
+    assert [str(value) for value in served.log_probs] == ["-0.5", "nan"]
+    assert recording.merges_adapters
+    assert not RecordingEngine(ReplayEngine([RecordedCompletion((3,), served)]), tmp_path / "s.jsonl").merges_adapters
 
 
 def test_a_request_that_recurs_is_served_what_was_recorded_in_its_order_and_then_again() -> None:
