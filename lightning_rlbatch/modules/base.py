@@ -33,6 +33,7 @@ from lightning_rlbatch.modules.stop_hooks import StopsTogether
 from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
 from lightning_rlbatch.strategies.access import averages_over, check_collectives, meshes_of
 from lightning_rlbatch.strategies.compatibility import use_atomic_checkpoints
+from lightning_rlbatch.strategies.watching import meet_before_communicating, watches_ranks
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 LRSchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -174,6 +175,8 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
                 check_callbacks(self.trainer, self)  # those of `configure_callbacks`, too
             self.build_models()
             self._built = True
+        if self._trainer is not None:
+            meet_before_communicating(self.trainer)
 
     @override
     def configure_callbacks(self) -> list[Any]:
@@ -184,7 +187,7 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
         """
         check_manual_optimization(self.trainer, self)
         check_callbacks(self.trainer, self)
-        return [PlateauSteps()]
+        return [PlateauSteps(), *watches_ranks(self.trainer)]
 
     @override
     def configure_optimizers(self) -> Any:

@@ -81,9 +81,7 @@ class FailureReport:
         self._counted: set[str] = set()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        # A connection of its own, else a waiting call of the main thread blocks it; made now that rank 0 is there to answer.
-        store: Any = distributed_c10d.PrefixStore(self._token, self._base.clone())
-        self._watcher = threading.Thread(target=self._watch, args=(store,), daemon=True, name="rlbatch-failure-watch")
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="rlbatch-failure-watch")
         self._watcher.start()
 
     def close(self, *, in_order: bool = False) -> None:
@@ -108,7 +106,13 @@ class FailureReport:
                 self._counted.add(name)
                 store.add(name, 1)
 
-    def _watch(self, store: Any) -> None:
+    def _watch(self) -> None:
+        try:
+            # A connection of its own, else a waiting call of the main thread blocks it. Made in the thread: if rank 0 has gone
+            # already, torch tries for as long as its `timeout`, and the main thread is to notice by itself.
+            store: Any = distributed_c10d.PrefixStore(self._token, self._base.clone())
+        except RuntimeError:
+            return
         while not self._ended.wait(1.0):
             try:
                 if store.check([_NOTE]):
@@ -193,7 +197,10 @@ class FailureReport:
         where = "".join(traceback.format_tb(error.__traceback__)[-3:])
         note = f"Rank {self.rank} failed: {text[:2000]}\nIts traceback ended:\n{where[-4000:]}"
         # The store takes UTF-8 alone: not the halves of characters that a message may quote from a file's name or a broken completion.
-        self._store.compare_set(_NOTE, "", note.encode(errors="backslashreplace").decode())
+        stored = self._store.compare_set(_NOTE, "", note.encode(errors="backslashreplace").decode())
+        first = re.match(r"Rank (\d+) failed", str(stored, errors="replace"))
+        with suppress(AttributeError, TypeError):  # an exception that takes no attributes
+            error.first_failed_rank = self.rank if first is None else int(first[1])  # type: ignore[attr-defined]  # who is to say it
         self._wait(lambda: self._store.add(_SEEN, 0) >= self.world_size)
 
     def _find_note(self) -> str:

@@ -142,7 +142,7 @@ class FaultyCallback(Callback):
             self.fault("checkpoint")
 
 
-def faulty_run(rank, size, phase, bad_rank, action, callbacks=(), *, with_step=False, **strategy_options):
+def faulty_run(rank, size, phase, bad_rank, action, callbacks=(), *, with_step=False, strategy=None, **strategy_options):
     """Return the error of this rank as (type name, text), and the seconds from the start; None if it ended well."""
     fault = Fault(phase, bad_rank, action, rank)
     start = time.monotonic()
@@ -150,7 +150,7 @@ def faulty_run(rank, size, phase, bad_rank, action, callbacks=(), *, with_step=F
         warnings.simplefilter("always")
         trainer = make_trainer(
             size,
-            RLBatchFSDPStrategy(**strategy_options),
+            strategy or RLBatchFSDPStrategy(**strategy_options),
             max_epochs=3,
             limit_val_batches=1.0,
             num_sanity_val_steps=0,

@@ -23,7 +23,7 @@ def matrix(cases, *args, **options):
     return dict(zip(cases, matrix_rows(cases, *args, **options)))
 
 
-def matrix_rows(cases, action, folder, *, size=2, linger=lambda number, rank: time.sleep(1.0), saves=True):
+def matrix_rows(cases, action, folder, *, size=2, linger=lambda number, rank: time.sleep(1.0), saves=True, strategy=None):
     """Run several worlds at once, each with one fault; return the results per case, None for a rank that was killed.
 
     Args:
@@ -33,6 +33,7 @@ def matrix_rows(cases, action, folder, *, size=2, linger=lambda number, rank: ti
         size: Ranks of each world.
         linger: What a rank does with world number and rank before it ends: others may still be using its connections.
         saves: Whether checkpoints are written.
+        strategy: None is ours.
     """
     ports = [free_port() for _ in cases]
 
@@ -44,7 +45,7 @@ def matrix_rows(cases, action, folder, *, size=2, linger=lambda number, rank: ti
         child = os.fork()  # a killed rank must not end this process, which reports it
         if child == 0:
             savers = (ModelCheckpoint(str(folder / str(number)), every_n_epochs=1, save_top_k=-1),) if saves else ()
-            torch.save(faulty_run(rank, size, phase, bad_rank, act, callbacks=savers), file)
+            torch.save(faulty_run(rank, size, phase, bad_rank, act, callbacks=savers, strategy=strategy), file)
             linger(number, rank)
             os._exit(0)
         os.waitpid(child, 0)
@@ -63,6 +64,19 @@ def test_an_error_on_one_rank_ends_all_ranks_naming_it(bad_rank, tmp_path):
         assert f"Rank {bad_rank} failed" in text, case
         assert "BoomError: the cause" in text, case
         assert seconds < 30, case
+
+
+def test_under_ddp_all_ranks_end_too_and_name_the_one_that_failed_or_was_killed(tmp_path):
+    cases = [("data setup", 0), ("model loading", 1), ("backward", 0), ("checkpoint", 1), ("data setup", 1), ("loss", 0)]
+    actions = [raise_boom] * 4 + [kill] * 2
+    rows = matrix_rows(cases, actions, tmp_path, strategy="ddp")
+    for (phase, bad_rank), action, results in zip(cases, actions, rows):
+        if action is raise_boom:
+            assert results[bad_rank][:2] == ("BoomError", "the cause"), phase
+        name, text, seconds, _ = results[1 - bad_rank]
+        assert name == "PeerFailedError", phase
+        assert f"Rank {bad_rank} {'failed: BoomError: the cause' if action is raise_boom else 'was lost'}" in text, phase
+        assert seconds < 30, phase
 
 
 def lose_a_server():
