@@ -13,6 +13,7 @@ from typing_extensions import override
 import lightning_rlbatch
 from lightning_rlbatch.cli.imports import is_import_path
 from lightning_rlbatch.cli.outputs import print_outputs
+from lightning_rlbatch.cli.run_errors import report_failure
 
 _STRATEGY = "--trainer.strategy"
 
@@ -115,8 +116,16 @@ def run(arguments: list[str] | None) -> None:
 
     Args:
         arguments: Command line without the program's name; None reads ``sys.argv``.
+
+    Raises:
+        SystemExit: 1 for a run that failed; one rank has said why.
     """
     lightning_rlbatch.register()
     # Of torch about a line of Lightning 2.6, which users can do nothing about; warnings from elsewhere stay.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.pytorch\.utilities\._pytree")
-    RLBatchCLI(args=arguments)
+    try:
+        RLBatchCLI(args=arguments)
+    except Exception as error:  # whatever a user's code may raise
+        given = sys.argv[1:] if arguments is None else arguments
+        report_failure(error, " ".join(["rlbatch", *given[:1]]))
+        raise SystemExit(1) from None

@@ -10,7 +10,7 @@ import lightning_rlbatch
 from lightning_rlbatch.cli.findings import Findings, note, refused
 from lightning_rlbatch.cli.imports import import_problem, is_import_path, module_exists
 from lightning_rlbatch.cli.pretrained_names import cached_folder, hub_cache, near_names
-from lightning_rlbatch.cli.prompt_files import GIVEN, TOLD, prompt_files, read_prompt_file
+from lightning_rlbatch.cli.prompt_files import GIVEN, prompt_files, read_prompt_file
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
 from lightning_rlbatch.cli.signatures import function_source
 
@@ -121,7 +121,7 @@ def _check_columns(run: RunConfig) -> Findings:
                 what = f"Reward function {path.rpartition('.')[2]!r} takes {', '.join(missing)}"
                 yield refused(
                     "reward_functions",
-                    text=f"{what}, but the rows of `{name}` have no such column. It may take: {', '.join(sorted((*columns, *TOLD)))}."
+                    text=f"{what}, but the rows of `{name}` have no such column. It may take: {', '.join(sorted((*columns, *GIVEN)))}."
                     " Add the column to the rows, or give the argument a default.",
                 )
 

@@ -110,22 +110,24 @@ class fail_together:  # noqa: N801 - used as `with fail_together(...)`, named li
         if not anyone_failed and largest == -smallest:
             return
         try:
-            self._tell(group, error)
+            first = self._tell(group, error)
         except PeerFailedError as told:
             told.num_ranks_told = group_size(group)
             raise
         if error is not None:
             with suppress(AttributeError, TypeError):  # an exception that takes no attributes
                 error.num_ranks_told = group_size(group)  # type: ignore[attr-defined]  # a mark for `was_told_to`
+                error.first_failed_rank = first  # type: ignore[attr-defined]  # a mark for who is to say it
 
-    def _tell(self, group: dist.ProcessGroup, error: BaseException | None) -> None:
+    def _tell(self, group: dist.ProcessGroup, error: BaseException | None) -> int:
+        """Return the first rank that failed, on those that did; raise on the others."""
         summary, trace = ("", "") if error is None else _describe(error)
         summaries, traces = gather_strings(summary, group), gather_strings(trace, group)
         phases = gather_strings(self.phase, group)
-        if error is not None:
-            return
         ranks = dist.get_process_group_ranks(group)
         failed = [index for index, text in enumerate(summaries) if text]
+        if error is not None:
+            return ranks[failed[0]]
         if failed:
             first = failed[0]
             others = f" (so did ranks {', '.join(str(ranks[index]) for index in failed[1:])})" if failed[1:] else ""

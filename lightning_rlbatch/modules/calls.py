@@ -5,8 +5,11 @@ import atexit
 import functools
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -48,22 +51,27 @@ def accepted(
     }
 
 
-def call_together(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+def call_together(calls: Mapping[str, Callable[[], Any]], *, what: str = "Function", items: Sequence[Any] = ()) -> dict[str, Any]:
     """Return what calls return, in their order; what is to be awaited waits together, behind the others, always in the same event loop.
+
+    An error gets a note that says whose it is, in a sentence.
 
     Args:
         calls: By name.
+        what: The functions are.
+        items: What each was called for, to name some in a note.
     """
     returned: dict[str, Any] = {}
     try:
         for name, call in calls.items():
-            returned[name] = call()
+            with _noted(f"{what} {name!r}", items):
+                returned[name] = call()
     except BaseException:
         for value in returned.values():
             if inspect.iscoroutine(value):
                 value.close()  # it would complain that it was never awaited
         raise
-    later = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
+    later = {name: _awaited(value, f"{what} {name!r}", items) for name, value in returned.items() if inspect.isawaitable(value)}
     if not later:
         return returned
     try:
@@ -74,6 +82,26 @@ def call_together(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         with ThreadPoolExecutor(1) as executor:
             results = executor.submit(_wait_for, later.values()).result()
     return returned | dict(zip(later, results))
+
+
+@contextmanager
+def _noted(who: str, items: Sequence[Any]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if len(frames) > 1 else ""
+        some = ", ".join(dict.fromkeys(repr(str(item)[:40]) for item in items[:40]))
+        of = f", called for {len(items)} completions of {some[:160]}{'...' * (len(some) > 160)}" if items else ""
+        advice = "Catch it in the function, and return None where there is no verdict."
+        with suppress(Exception):  # a message that cannot be written
+            error.add_note(f"{who} raised {type(error).__name__}: {error}{where}{of}. {advice}")
+        raise
+
+
+async def _awaited(value: Awaitable[Any], who: str, items: Sequence[Any]) -> Any:
+    with _noted(who, items):
+        return await value
 
 
 def one_for_each(what: str, returned: Any, items: Sequence[Any], wanted: str, kind: str) -> list[Any]:

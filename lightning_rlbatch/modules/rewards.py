@@ -57,8 +57,8 @@ def call_rewards(
         for name, function in zip(reward_names(functions), functions)
     }
     # A rank may have no completion at all; functions need not be written for that.
-    returned = call_together(calls) if completions else dict.fromkeys(calls, ())
-    by_name = {name: _checked(name, rewards, completions) for name, rewards in returned.items()}
+    returned = call_together(calls, what="Reward function", items=prompts) if completions else dict.fromkeys(calls, ())
+    by_name = {name: _checked(name, rewards, prompts, completions) for name, rewards in returned.items()}
     if not completions or not functions:
         return [math.nan] * len(completions), by_name
     components = torch.tensor(list(by_name.values()), dtype=torch.float64).T
@@ -145,7 +145,7 @@ def _own_copy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _checked(name: str, rewards: Any, completions: Sequence[str | Conversation]) -> list[float]:
+def _checked(name: str, rewards: Any, prompts: Sequence[str | Conversation], completions: Sequence[str | Conversation]) -> list[float]:
     listed = one_for_each(f"Reward function {name!r}", rewards, completions, "one number (or None) per completion", "rewards")
     checked = []
     for index, reward in enumerate(listed):
@@ -155,12 +155,14 @@ def _checked(name: str, rewards: Any, completions: Sequence[str | Conversation])
         try:
             value = float(reward)
         except (TypeError, ValueError, OverflowError):
-            given = repr(reward)[:80]
-            raise TypeError(f"Reward function {name!r} returned {given} for completion {index}; expected a number or None.") from None
+            raise TypeError(
+                f"Reward function {name!r} returned {repr(reward)[:80]} for completion {index} ({str(completions[index])[:80]!r} of the"
+                f" prompt {str(prompts[index])[:80]!r}); expected a number or None. Return one number per completion."
+            ) from None
         if not math.isfinite(value):
             raise ValueError(
-                f"Reward function {name!r} returned {value} for completion {index} ({str(completions[index])[:80]!r})."
-                " Return a finite number, or None to leave the completion out of its group and of training."
+                f"Reward function {name!r} returned {value} for completion {index} ({str(completions[index])[:80]!r} of the prompt"
+                f" {str(prompts[index])[:80]!r}). Return a finite number, or None to leave the completion out of its group and of training."
             )
         checked.append(value)
     return checked
