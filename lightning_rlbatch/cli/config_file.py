@@ -11,6 +11,7 @@ from lightning_rlbatch.cli.signatures import part_source
 from lightning_rlbatch.cli.translations import translate
 
 _SHORT = {"-c": "--config"}
+_SUBCOMMANDS = ("fit", "validate")
 
 
 class ConfigFileError(ValueError):
@@ -75,13 +76,18 @@ def refuse_missing_files(arguments: Sequence[str]) -> None:
         arguments: Command line.
 
     Raises:
-        ConfigFileError: A file that ``--config`` names is missing or cannot be read.
+        ConfigFileError: A file that ``--config`` names is missing or cannot be read, or has its sections one level down.
     """
+    command = arguments[0] if arguments else ""
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         following = arguments[index + 1 : index + 2]
-        if _SHORT.get(name, name) == "--config" and (equals or following):
-            _configuration(value if equals else following[0])
+        if _SHORT.get(name, name) != "--config" or not (equals or following):
+            continue
+        text = value if equals else following[0]
+        content = _read(text)
+        if command in _SUBCOMMANDS and _is_below(content, command):
+            raise ConfigFileError(f"{text} has its sections under `{command}:`. Write rlbatch --config {text} {command}")
 
 
 def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -107,14 +113,20 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _configuration(text: str) -> dict[str, Any]:
+    """Return the sections of what ``--config`` names; a file for ``rlbatch --config FILE fit`` has them one level down."""
+    content = _read(text)
+    return next((dict(content[command]) for command in _SUBCOMMANDS if _is_below(content, command)), content)
+
+
+def _read(text: str) -> dict[str, Any]:
     """Return what ``--config`` names: a file, or the configuration itself."""
     if not Path(text).exists() and isinstance(content := parse_value(text), dict):
         return content
-    content = _read_file(Path(text))
-    for subcommand in ("fit", "validate"):  # a file for `rlbatch --config FILE fit` has its sections one level down
-        if isinstance(content.get(subcommand), dict) and "model" not in content:
-            return dict(content[subcommand])
-    return content
+    return _read_file(Path(text))
+
+
+def _is_below(content: dict[str, Any], subcommand: str) -> bool:
+    return isinstance(content.get(subcommand), dict) and "model" not in content
 
 
 def _read_file(path: Path) -> dict[str, Any]:

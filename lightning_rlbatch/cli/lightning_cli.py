@@ -7,15 +7,24 @@ from typing import Any
 
 import jsonargparse
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 import lightning_rlbatch
 from lightning_rlbatch.cli.imports import is_import_path
 from lightning_rlbatch.cli.outputs import print_outputs
 from lightning_rlbatch.cli.run_errors import report_failure
+from lightning_rlbatch.cli.saved_config import SaveRunConfig
 
 _STRATEGY = "--trainer.strategy"
+
+
+class ShortUsageParser(LightningArgumentParser):
+    """Leaves the list of all options to ``--help``: above an error it would hide what is wrong."""
+
+    @override
+    def print_usage(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 class RLBatchCLI(LightningCLI):
@@ -42,9 +51,9 @@ class RLBatchCLI(LightningCLI):
         kwargs.setdefault("subclass_mode_data", True)
         kwargs.setdefault("auto_configure_optimizers", False)
         kwargs.setdefault("seed_everything_default", 0)
-        # A second `fit` into the same folder is normal use, and a refusal on rank 0 alone would leave the others waiting.
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})
-        kwargs.setdefault("save_config_callback", SaveConfigCallback)
+        kwargs.setdefault("save_config_callback", SaveRunConfig)
+        kwargs.setdefault("parser_class", ShortUsageParser)
         self._ckpt_path: Any = None
         super().__init__(*args, **kwargs)
 

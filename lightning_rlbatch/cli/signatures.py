@@ -112,7 +112,18 @@ def _options(module: str, node: ast.ClassDef, bases: list[ClassSource]) -> dict[
     own = dict(_arguments(module, init.args))
     if init.args.kwarg is None:
         return own
-    return None if inherited is None else {**inherited, **own}
+    return None if inherited is None or not _hands_on(init, init.args.kwarg.arg) else {**inherited, **own}
+
+
+def _hands_on(init: ast.FunctionDef, kwargs: str) -> bool:
+    """Whether a constructor gives its further arguments to that of a base, rather than to something else."""
+    calls = [node for node in ast.walk(init) if isinstance(node, ast.Call)]
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "__init__"
+        and any(word.arg is None and isinstance(word.value, ast.Name) and word.value.id == kwargs for word in call.keywords)
+        for call in calls
+    )
 
 
 def _arguments(module: str, arguments: ast.arguments) -> Iterator[tuple[str, Option]]:

@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import jsonargparse
 import pytest
 import yaml
 from configs import config, write
@@ -19,6 +20,8 @@ from lightning_rlbatch.cli.imports import import_problem
 from lightning_rlbatch.cli.lightning_cli import classes_first
 from lightning_rlbatch.cli.outputs import print_outputs
 from lightning_rlbatch.cli.run_config import run_config
+from lightning_rlbatch.cli.saved_config import SaveRunConfig
+from lightning_rlbatch.cli.signatures import class_source
 from lightning_rlbatch.data.prompt_reading import load_tokenizer
 
 SOUND = config(model={"reward_functions": ["math.fsum"]})
@@ -101,7 +104,7 @@ FULL = config(
     strategy={"grad_sync": "every"},
 )
 FULL["trainer"] |= {
-    "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "out", "flush_logs_every_n_steps": 7}},
+    "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "out", "name": "run"}},
     "callbacks": [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "ck", "save_last": True}}],
 }
 FILES = {
@@ -159,6 +162,12 @@ def test_classes_come_before_the_files_that_may_leave_them_out():
         assert classes_first(untouched) == untouched
 
 
+def test_further_arguments_of_a_class_are_those_of_its_base_only_if_they_go_there():
+    own = class_source(f"{OWN}.OwnPPO")
+    assert {"own", "policy"} <= own.options.keys()
+    assert class_source("lightning.pytorch.strategies.DDPStrategy").options is None  # they go to DistributedDataParallel
+
+
 # -- what is refused, in one line ------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +180,7 @@ def test_classes_come_before_the_files_that_may_leave_them_out():
         (["fit", "--config", "."], "is a folder"),
         (["fit"], "No configuration given. Pass --config run.yaml."),
         (["fit", "--config", "broken.yaml"], "broken.yaml is not valid YAML"),
+        (["fit", "--config", "below.yaml"], "below.yaml has its sections under `fit:`. Write rlbatch --config below.yaml fit"),
         (["fit", "--config", "full.yaml", "--trainer.fast_dev_run"], "--trainer.fast_dev_run needs a value"),
     ],
 )
@@ -178,11 +188,21 @@ def test_a_command_line_that_cannot_be_read_gets_one_answer_before_anything_is_l
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "lightning_rlbatch.cli.lightning_cli", None)  # to import it would fail
     Path("broken.yaml").write_text("model: [")
+    Path("below.yaml").write_text(yaml.safe_dump({"fit": FULL}))
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     error = capsys.readouterr().err
     assert words in error
     assert "usage:" not in error
+
+
+def test_an_error_of_lightningcli_stands_without_the_list_of_all_options(cli, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit, match="2"):
+        cli.read(["--config", "full.yaml", "--trainer.callbacks+=NoSuchCallback"])
+    error = capsys.readouterr().err
+    assert "NoSuchCallback" in error
+    assert "[--trainer." not in error
 
 
 def test_export_says_what_it_needs_where_it_is_given_something_else(folder, monkeypatch, capsys, tmp_path):
@@ -227,6 +247,27 @@ def test_outputs_are_named_if_they_are_there(tmp_path, monkeypatch, capsys):
         "Written: checkpoints in checkpoints; recorded rollouts in recorded; transformers folder out;"
         " plots: rlbatch report logs/run/version_0\n"
     )
+
+
+class Saves:
+    """In the place of a parser: keeps the name of what is saved."""
+
+    def save(self, config, path, **options):
+        self.path = path
+
+
+def test_a_saved_configuration_is_never_written_over_the_one_that_was_given(tmp_path):
+    given = jsonargparse.Namespace(config=[None])  # where `--config` is kept
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    trainer = SimpleNamespace(log_dir=str(tmp_path), is_global_zero=True, strategy=strategy)
+    for stage, name in (("fit", "config.yaml"), ("validate", "config_validate.yaml")):
+        callback = SaveRunConfig(saves := Saves(), given, overwrite=True)
+        callback.setup(trainer, None, stage)
+        assert saves.path == str(tmp_path / name)
+    (tmp_path / "config.yaml").write_text("my own")
+    given.config.append(jsonargparse.Path(str(tmp_path / "config.yaml"), "fr"))
+    with pytest.warns(UserWarning, match="config.yaml is the file that this run was started with"):
+        SaveRunConfig(None, given, overwrite=True).setup(trainer, None, "fit")
 
 
 # -- modules whose text does not show what they find ---------------------------------------------------------------------------------
