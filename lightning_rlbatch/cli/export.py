@@ -97,9 +97,10 @@ def _export(options: Any) -> int:
     model = build_policy(source)
     model.load_state_dict(state)
     state = pretrained_state(model, keep=True)
+    num_parameters = sum(value.numel() for value in {value.data_ptr(): value for value in state.values()}.values())  # tied weights once
     has_tokenizer = isinstance(source, str) and (Path(source) / "tokenizer_config.json").exists()
     save_pretrained(model, state, options.output, tokenizer=AutoTokenizer.from_pretrained(source) if has_tokenizer else None)
-    return sum(value.numel() for value in {value.data_ptr(): value for value in state.values()}.values())  # tied weights once
+    return num_parameters
 
 
 def read_model(path: Path, prefix: str) -> tuple[dict[str, "Tensor"], object]:

@@ -57,7 +57,8 @@ def test_command_exports_either_kind_of_checkpoint(sharded, tmp_path, capsys):
 
     expected = run_distributed(main, 2, init_process_group=False)[0]["parameters"]
     assert export.main([str(path), str(tmp_path / "out")]) == 0
-    assert "parameters written to" in capsys.readouterr().out
+    size = sum(value.numel() for value in expected.values())
+    assert f"{size:,} parameters written to" in capsys.readouterr().out
     for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():
         assert torch.equal(value, expected[f"policy.model.{name}"]), name
     assert export.main([str(path), str(tmp_path / "out"), "--prefix", "critic."]) == 1
