@@ -55,15 +55,24 @@ class RolloutRequest:
 
     Attributes:
         prompt_ids: Token ids of the prompt, without padding; at least one.
-        seed: All the randomness of this completion (see :func:`rollout_seed`). The same prompt, seed, weights and sampling
+        seed: All the randomness of this completion, in ``[0, 2**63)`` (see :func:`rollout_seed`). The same prompt, seed, weights and sampling
             parameters give the same completion, whatever else is sampled with it and on however many ranks.
         max_new_tokens: Most tokens of this completion where that is less than the sampling parameters say (a later turn has less room
             than the first); None for as many as they say.
+
+    Raises:
+        ValueError: If a number is out of range.
     """
 
     prompt_ids: list[int]
     seed: int
     max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"The seed of a request must lie in [0, 2**63) but is {self.seed}. Make it with rollout_seed.")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens of a request must be at least 1, or None, but is {self.max_new_tokens}.")
 
     def limit(self, sampling: SamplingParams) -> int:
         """Return the most tokens that this completion may have."""

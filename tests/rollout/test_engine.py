@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_rlbatch.rollout.engine import SamplingParams, rollout_seed
+from lightning_rlbatch.rollout.engine import RolloutRequest, SamplingParams, rollout_seed
 
 
 def test_rollout_seeds_differ_in_every_part_and_are_63_bit() -> None:
@@ -33,6 +33,12 @@ def test_negative_seeds_are_welcome() -> None:
 def test_sampling_parameters_out_of_range_are_refused(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**arguments)  # type: ignore[arg-type]  # the point of the test
+
+
+@pytest.mark.parametrize(("seed", "limit"), [(-1, None), (2**63, None), (0, 0), (0, -3)])
+def test_requests_that_no_engine_could_answer_are_refused(seed: int, limit: int | None) -> None:
+    with pytest.raises(ValueError, match=r"must lie in \[0, 2\*\*63\)" if limit is None else f"at least 1, or None, but is {limit}"):
+        RolloutRequest([3], seed, limit)
 
 
 def test_stop_tokens_given_as_a_list_make_a_hashable_value() -> None:
