@@ -55,8 +55,8 @@ class RolloutRequest:
 
     Attributes:
         prompt_ids: Token ids of the prompt, without padding; at least one.
-        seed: All the randomness of this completion, in ``[0, 2**63)`` (see :func:`rollout_seed`). The same prompt, seed, weights and sampling
-            parameters give the same completion, whatever else is sampled with it and on however many ranks.
+        seed: All the randomness of this completion, in ``[0, 2**63)`` (see :func:`rollout_seed`). The same prompt, seed, weights and
+            sampling parameters give the same completion, whatever else is sampled with it and on however many ranks.
         max_new_tokens: Most tokens of this completion where that is less than the sampling parameters say (a later turn has less room
             than the first); None for as many as they say.
 
