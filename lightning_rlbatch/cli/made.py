@@ -24,7 +24,21 @@ def callable_of(source: dict[str, Any], option: str) -> Callable[..., Any]:
     maker = import_callable(str(source.get("class_path")))
     if maker is None:
         raise ValueError(f"{option}.class_path={source.get('class_path')!r} is no import path of a class or function.")
-    return functools.partial(maker, **(source.get("init_args") or {}))
+    return functools.partial(maker, **_arguments(maker, source.get("init_args") or {}))
+
+
+def _arguments(maker: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments as LightningCLI makes them of what a configuration says, a dtype of ``torch.float32`` for example."""
+    jsonargparse: Any = importlib.import_module("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    add = parser.add_class_arguments if isinstance(maker, type) else parser.add_function_arguments
+    try:
+        add(maker, fail_untyped=False)
+        instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # its name before 4.49
+        made = instantiate(parser.parse_object(given)).as_dict()
+    except (jsonargparse.ArgumentError, ValueError):  # `maker` takes further ones, or says better what it does not take
+        return given
+    return {name: made.get(name, value) for name, value in given.items()}
 
 
 def build_policy(source: Any) -> "PreTrainedModel":

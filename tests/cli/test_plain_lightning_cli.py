@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_rlbatch.cli import RLBatchCLI
+from lightning_rlbatch.cli import RLBatchCLI, export
 from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
@@ -94,6 +94,8 @@ def test_all_forms_of_the_configuration_train_alike(tmp_path):
     assert len(expected) == 4
     for name in folders:
         assert losses(folders[name]) == pytest.approx(expected, abs=1e-6), name
+    for name in ("class_path", "override"):  # the second one's policy is a class_path with arguments
+        assert export.main([str(folders[name] / "checkpoints" / "last.ckpt"), str(folders[name] / "policy")]) == 0
 
 
 def test_a_checkpoint_of_the_command_line_loads_without_it(tmp_path):
