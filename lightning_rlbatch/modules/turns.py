@@ -8,6 +8,7 @@ Invariants:
 4. A response depends on its prompt and seed alone, on any number of ranks.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -230,19 +231,23 @@ class Texts(NamedTuple):
 
 
 def texts(prompts: PromptBatch, responses: Sequence[Response]) -> Texts:
-    """Return the texts of responses to some of the prompts."""
+    """Return the texts of responses to some of the prompts; lists and mappings are copies, which functions of the user's own may change."""
     names = sorted({name for row in prompts.columns for name in row})
     chosen = [(response, prompts.conversation(response.prompt)) for response in responses]
     return Texts(
-        prompts=[prompts.prompts[response.prompt] if messages is None else messages for response, messages in chosen],
+        prompts=[prompts.prompts[response.prompt] if messages is None else copy.deepcopy(messages) for response, messages in chosen],
         completions=[
             prompts.tokenizer.decode(response.token_ids, skip_special_tokens=True)
             if messages is None
             else [dict(message) for message in response.messages]
             for response, messages in chosen
         ],
-        columns={name: [prompts.columns[response.prompt].get(name) for response in responses] for name in names},
+        columns={name: [_copied(prompts.columns[response.prompt].get(name)) for response in responses] for name in names},
     )
+
+
+def _copied(value: Any) -> Any:
+    return copy.deepcopy(value) if isinstance(value, list | dict) else value
 
 
 def _tokens_only(on_progress: ProgressCallback) -> ProgressCallback:

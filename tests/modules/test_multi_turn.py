@@ -62,7 +62,7 @@ class Talker:
 
 
 def respond(environment, *, engine=None, prompts=PROMPTS, limit=40, max_turns=None, tokenizer=None):
-    rows = [{"prompt": prompt, "goal": index} for index, prompt in enumerate(prompts)]
+    rows = [prompt if isinstance(prompt, dict) else {"prompt": prompt, "goal": index} for index, prompt in enumerate(prompts)]
     batch = read_prompts(
         rows, tokenizer or ToyTokenizer(), name="rows", rollouts_per_prompt=1, max_prompt_length=20, max_response_length=limit, seed=0
     )
@@ -119,6 +119,20 @@ def test_environment_gets_what_it_asks_for_and_nothing_else():
     everything = []
     respond(lambda **arguments: everything.append(sorted(arguments)) or [None] * 3)
     assert everything == [["completions", "goal", "prompts", "turn", "turns"]]
+
+
+def test_environment_that_changes_what_it_gets_changes_no_data():
+    def environment(prompts, completions, goal):
+        for messages, listed in zip([*prompts, *completions], goal * 2):
+            messages.clear()
+            listed.append("spoilt")
+        return [None] * len(goal)
+
+    rows = [{"prompt": [{"role": "user", "content": letter}], "goal": [letter]} for letter in "ab"]
+    responses, _, batch = respond(environment, prompts=rows, tokenizer=ChattyTokenizer())
+    assert batch.conversations == [row["prompt"] for row in rows] == [[{"role": "user", "content": letter}] for letter in "ab"]
+    assert batch.columns == [{"goal": ["a"]}, {"goal": ["b"]}]
+    assert [len(response.messages) for response in responses] == [1, 1]
 
 
 def test_number_of_turns_is_bounded():
