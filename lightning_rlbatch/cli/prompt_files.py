@@ -50,13 +50,19 @@ def count_rows(source: Any) -> int | None:
     return sum(count for count in counts if count is not None) if counts and None not in counts else None
 
 
-@functools.cache
 def read_prompt_file(path: str) -> PromptFile:
     """Read a file as a run would, the first ``MOST_BYTES`` of it.
 
     Args:
         path: JSON lines, or Parquet.
     """
+    found = Path(path).stat()
+    return _read(path, Path.cwd(), found.st_mtime_ns, found.st_size)
+
+
+@functools.cache
+def _read(path: str, folder: Path, changed: int, size: int) -> PromptFile:
+    """Read a file once, as long as it does not change."""
     file = Path(path)
     try:
         return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)

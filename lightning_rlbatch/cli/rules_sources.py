@@ -27,6 +27,8 @@ def check_sources(run: RunConfig, *, offline: bool = False) -> Findings:
     """
     for name in ("train_prompts", "val_prompts"):
         yield from _check_prompts(name, run.data.given.get(name))
+    for name in ("train_dataset", "val_dataset"):
+        yield from _check_dataset(name, run.data.given.get(name))
     replayed = run.data.given.get("dirpath")
     if run.kind == "replay" and isinstance(replayed, str) and not Path(replayed).exists():
         yield refused("dirpath", text=f"`dirpath`: there is no {replayed} in {Path.cwd()}. Record rollouts there first (RolloutRecorder).")
@@ -104,6 +106,18 @@ def _check_prompts(name: str, source: Any) -> Findings:
             yield refused(name, text=f"`{name}`: {file.problem}")
         elif file.places:
             yield note(name, text=f"`{name}`: only {file.places} were looked at.")
+
+
+def _check_dataset(name: str, source: Any) -> Findings:
+    if not isinstance(source, str) or Path(source).is_file():
+        return
+    problem = import_problem(source) if is_import_path(source) and not source.endswith(FILES) else None
+    if problem is not None:
+        yield refused(name, text=f"`{name}`: {_ended(problem)}")
+    elif not is_import_path(source) or source.endswith(FILES):
+        yield refused(
+            name, text=f"`{name}`: there is no file {source} in {Path.cwd()}. Check the path, or name a function by its import path."
+        )
 
 
 def _check_columns(run: RunConfig) -> Findings:

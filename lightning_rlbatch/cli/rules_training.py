@@ -1,4 +1,4 @@
-"""Rules about models, losses, validation and the Trainer: options that need another option, or that Lightning refuses."""
+"""Rules about models, losses, validation and the strategy: options that need another option, or have nothing to act on."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,8 @@ _NEEDS_GROUPS = ("GRPO", "DrGRPO", "RLOO", "GPG", "PassAtK", "OPO", "ReinforcePl
 
 def check_training(run: RunConfig) -> Findings:
     """Find options that contradict each other or have nothing to act on."""
+    yield from _check_pair(run)
+    yield from _check_scheduler(run)
     yield from _check_heads(run)
     if "PPOModule" in run.model.ancestors:
         yield from _check_critic(run)
@@ -21,6 +23,31 @@ def check_training(run: RunConfig) -> Findings:
     if run.kind == "replay":
         yield from _check_replay(run)
     yield from _check_validation(run)
+    if run.sharded:
+        yield from _check_strategy_options(run)
+
+
+def _check_pair(run: RunConfig) -> Findings:
+    """Find a module and a data module that do not go together."""
+    rolls = "PPOModule" in run.model.ancestors
+    if rolls and run.kind == "samples":
+        yield refused(
+            "data", text=f"{run.model.name} trains on rollouts, but {run.data.name} has samples. Use RolloutDataModule, or SFTModule."
+        )
+    elif "SFTModule" in run.model.ancestors and run.kind in ("rollouts", "replay"):
+        yield refused("data", text=f"{run.data.name} needs a module that rolls out, such as PPOModule, but got {run.model.name}.")
+
+
+def _check_scheduler(run: RunConfig) -> Findings:
+    value = run.model.given.get("lr_scheduler")
+    path = value.get("class_path") if isinstance(value, dict) else value
+    given = value.get("init_args") if isinstance(value, dict) else None
+    if isinstance(path, str) and path.endswith("ReduceLROnPlateau") and not (isinstance(given, dict) and "monitor" in given):
+        yield refused(
+            "lr_scheduler",
+            text="ReduceLROnPlateau needs the name of a metric to watch. Use class_path: lightning.pytorch.cli.ReduceLROnPlateau with"
+            " init_args: {monitor: val/reward/mean}.",
+        )
 
 
 def _check_heads(run: RunConfig) -> Findings:
@@ -117,6 +144,13 @@ def _check_losses(run: RunConfig) -> Findings:
         yield without_effect("kl_reward_kind", "kl_reward is not set, so there is no KL penalty in the reward.")
     if model.get("overlong_buffer") is None and model.changed("overlong_factor"):
         yield without_effect("overlong_factor", "overlong_buffer is not set, so there is no overlong penalty.")
+    buffer, longest = model.number("overlong_buffer"), data.number("max_response_length")
+    if buffer is not None and longest is not None and buffer > longest and run.kind == "rollouts":
+        yield refused(
+            "overlong_buffer",
+            text=f"overlong_buffer={buffer} tokens before the end of a response are more than it may have, max_response_length={longest}."
+            " Lower the buffer.",
+        )
     one_step = data.number("ppo_epochs") == 1 and data.get("train_batch_size") == data.get("mini_batch_size") is not None
     loss = model.given.get("policy_loss")
     clips = sorted(name for name in (loss.get("init_args") or {} if isinstance(loss, dict) else {}) if name.startswith("clip_"))
@@ -160,8 +194,30 @@ def _check_replay(run: RunConfig) -> Findings:
 def _check_validation(run: RunConfig) -> Findings:
     data, model = run.data, run.model
     if run.kind == "rollouts" and data.get("val_prompts") is None:
-        for section, name in ((data, "val_batch_size"), (data, "val_rollouts_per_prompt"), (model, "validation_temperature")):
+        for section, name in (
+            (data, "val_batch_size"),
+            (data, "val_rollouts_per_prompt"),
+            (model, "validation_temperature"),
+            (model, "answer_function"),
+        ):
             if section.changed(name):
                 yield without_effect(name, "there are no val_prompts. Set them, or drop it.")
     elif data.get("val_rollouts_per_prompt", 1) != 1 and model.get("validation_temperature") == 0:
         yield without_effect("val_rollouts_per_prompt", "validation_temperature is 0: all responses of a prompt are the same greedy one.")
+    elif run.kind == "rollouts" and model.changed("answer_function") and data.get("val_rollouts_per_prompt", 1) == 1:
+        yield without_effect("answer_function", "val_rollouts_per_prompt is 1: there is no majority to find. Raise it, or drop it.")
+
+
+def _check_strategy_options(run: RunConfig) -> Findings:
+    """Find options of the strategy that have nothing to act on."""
+    strategy = run.strategy
+    frozen = run.model.get("kl_coefficient") or run.model.get("kl_reward") is not None or run.model.get("reward_model") is not None
+    if strategy.get("reference_cpu_offload") is True and not frozen:
+        yield without_effect("reference_cpu_offload", "there is no frozen model: no kl_coefficient, kl_reward or reward_model is set.")
+    for name in ("cpu_offload", "reference_cpu_offload"):
+        if strategy.get(name) is True and run.trainer.get("accelerator") == "cpu":
+            yield without_effect(name, "on the CPU everything lies in host memory.")
+    if run.world_size == 1:
+        for name in ("grad_sync", "check_collectives", "start_method"):
+            if strategy.changed(name):
+                yield without_effect(name, "there is one rank, which communicates with nobody.")
