@@ -168,11 +168,10 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
     @override
     def configure_model(self) -> None:
         if self._trainer is not None:
+            check_strategy(self.trainer, self)
+            check_callbacks(self.trainer, self)  # those of `configure_callbacks`, too
             use_atomic_checkpoints(self.trainer)
         if not self._built:
-            if self._trainer is not None:
-                check_strategy(self.trainer, self)
-                check_callbacks(self.trainer, self)  # those of `configure_callbacks`, too
             self.build_models()
             self._built = True
         if self._trainer is not None:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_rlbatch.modules.swallowed_stops import require_whole_epoch, require_whole_fit, require_whole_validation
@@ -21,6 +22,11 @@ class StopsTogether(pl.LightningModule):
 
     @override
     def on_train_start(self) -> None:
+        if self.trainer.global_step > 0 and self.trainer.ckpt_path is None:
+            rank_zero_warn(
+                f"A second fit of this Trainer goes on at step {self.trainer.global_step} with the weights and the position in the data,"
+                " but with a new optimizer and learning-rate schedule: it is not one long run. For that, pass a checkpoint as ckpt_path."
+            )
         self._stops = StopAgreement(self.trainer)
 
     @override

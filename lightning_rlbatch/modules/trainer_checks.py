@@ -3,19 +3,27 @@
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.distributed.tensor import DTensor
 
 
 def check_strategy(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
-    """Refuse strategies whose averaging of gradients is unknown.
+    """Refuse strategies whose averaging of gradients is unknown, or that cannot run a module in shards.
 
     Args:
         trainer: The Trainer.
         module: The module, for the message.
 
     Raises:
-        MisconfigurationException: The strategy is neither ours, nor DDP, nor one device.
+        MisconfigurationException: The strategy is neither ours, nor DDP, nor one device; or an earlier run has sharded the module.
     """
-    if isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)) or hasattr(trainer.strategy, "meshes"):
+    if hasattr(trainer.strategy, "meshes"):
+        return
+    if isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise MisconfigurationException(
+                f"{type(module).__name__} was sharded by an earlier run, but {type(trainer.strategy).__name__} needs it whole. Make it"
+                " again (for example with load_from_checkpoint), or pass strategy='rlbatch_fsdp'."
+            )
         return
     raise MisconfigurationException(
         f"{type(module).__name__} runs under RLBatchFSDPStrategy ('rlbatch_fsdp'), DDP or one device, but the Trainer has"

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
-from lightning_rlbatch.strategies.checkpoint_paths import require_checkpoint, require_states
+from lightning_rlbatch.strategies.checkpoint_paths import require_checkpoint
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux' renameat2
 
@@ -216,10 +216,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not is_local(path):
             return super().load_checkpoint(path, map_location, weights_only)
         require_checkpoint(Path(path), reads_folders=False)
-        with reading(path):
-            checkpoint = super().load_checkpoint(path, map_location, weights_only)
-        require_states(checkpoint, path)
-        return checkpoint
+        with reading(path):  # Lightning's launchers read weights alone, too
+            return super().load_checkpoint(path, map_location, weights_only)
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:

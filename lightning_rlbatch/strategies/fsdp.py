@@ -40,6 +40,7 @@ from lightning_rlbatch.strategies.materialize import Materializer
 from lightning_rlbatch.strategies.precision import convert_parameters, fsdp_precision, mixed_precision_policy
 from lightning_rlbatch.strategies.sharding import (
     ShardingOptions,
+    require_same_options,
     require_sharded,
     shard,
 )
@@ -264,12 +265,15 @@ class RLBatchFSDPStrategy(SynchronizingStrategy):
             compile_backend=self.compile_backend,
         )
         frozen = dataclasses.replace(options, cpu_offload=self.cpu_offload or self.reference_cpu_offload)
-        for root in [root for root in self.roots(module) if not isinstance(root, FSDPModule)]:
+        for root in list(self.roots(module)):
+            own = options if any(parameter.requires_grad for parameter in root.parameters()) else frozen
+            if isinstance(root, FSDPModule):
+                require_same_options(root, own)
+                continue
             convert_parameters(root, self.precision_plugin)
             materializer = Materializer(self.root_device, self.meshes.world_group)
             materializer.require_equal(root)
-            is_trained = any(parameter.requires_grad for parameter in root.parameters())
-            shard(root, options if is_trained else frozen, materializer)
+            shard(root, own, materializer)
         require_sharded(module)
 
     @override

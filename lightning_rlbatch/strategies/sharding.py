@@ -138,6 +138,38 @@ def shard(root: nn.Module, options: ShardingOptions, prepare: Callable[[nn.Modul
     fully_shard(root, mesh=options.mesh, mp_policy=options.policy, offload_policy=offload, reshard_after_forward=True if frozen else None)
     if isinstance(root, FSDPModule):
         reduce_unused_parameters(root)
+        root.sharding_options = options  # type: ignore[assignment]  # for `require_same_options`; neither tensor nor module
+
+
+def require_same_options(root: nn.Module, options: ShardingOptions) -> None:
+    """Refuse to go on with a module that an earlier run has sharded in another way.
+
+    Args:
+        root: Sharded already.
+        options: What this run would do.
+
+    Raises:
+        MisconfigurationException: Names the options that would have no effect.
+    """
+    before = getattr(root, "sharding_options", None)
+    if before is None:  # by the user's own fully_shard
+        return
+    changed = [
+        f"{field.name} was {getattr(before, field.name)} and is {getattr(options, field.name)}"
+        for field in dataclasses.fields(ShardingOptions)
+        if not _is_same(getattr(before, field.name), getattr(options, field.name))
+    ]
+    if changed:
+        raise MisconfigurationException(
+            f"{type(root).__name__} was sharded by an earlier run, with other options: {'; '.join(changed)}. Make the module again (for"
+            " example with load_from_checkpoint), or keep the options."
+        )
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if isinstance(before, DeviceMesh):
+        return before.mesh_dim_names == now.mesh_dim_names and torch.equal(before.mesh, now.mesh)
+    return bool(before == now)
 
 
 def checkpoint_activations(block: nn.Module) -> None:

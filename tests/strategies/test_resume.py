@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.tensor import DTensor
 
 from lightning_rlbatch.modules import SFTModule
@@ -13,7 +14,7 @@ from lightning_rlbatch.strategies import FSDPMixedPrecision, RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
 from tests.helpers import make_trainer, tiny_llama
 from tests.strategies.killed_runs import steps_after_resuming, train_until_killed
-from tests.strategies.runs import assert_same_state, final_state, ppo, rollouts, run, sft, sft_data
+from tests.strategies.runs import Journal, assert_same_state, final_state, ppo, rollouts, run, sft, sft_data
 
 KINDS = {
     "grpo": lambda: (ppo(), rollouts()),
@@ -153,6 +154,48 @@ def test_last_checkpoint_is_found_and_more_epochs_continue_a_finished_run(tmp_pa
         assert state["collections"] == expected["collections"][2:]
 
 
+def test_a_second_fit_goes_on_with_weights_and_data_but_with_a_new_optimizer_and_says_so(uninterrupted):
+    def main(rank, size):
+        journal = Journal()
+        trainer = make_trainer(size, max_epochs=2, callbacks=[journal])
+        module, data = KINDS["grpo"]()
+        trainer.fit(module, data)
+        trainer.fit_loop.max_epochs = 3
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, data)
+        states = trainer.optimizers[0].state.values()
+        facts = {(int(state["step"]), isinstance(state["exp_avg"], DTensor)) for state in states}
+        said = [str(warning.message) for warning in caught if "A second fit" in str(warning.message)]
+        return journal.collections, journal.steps, facts, said, trainer.current_epoch
+
+    results = on_ranks(main, 2)
+    for (collections, steps, facts, _, epoch), expected in zip(results, uninterrupted("grpo")):
+        assert collections == expected["collections"]  # the policy that sampled the third iteration is the trained one
+        assert steps == [*expected["steps"][:4], (5, 1e-2 * 0.9), (6, 1e-2 * 0.9**2)]
+        assert facts == {(2, True)}
+        assert epoch == 3
+    assert "goes on at step 4" in results[0][3][0]
+    assert len(results[0][3]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*Bfloat16:UserWarning")
+def test_a_module_in_shards_is_not_run_with_options_that_would_have_no_effect():
+    def main(rank, size):
+        module = sft()
+        make_trainer(size, strategy(False), max_epochs=1).fit(module, sft_data())
+        make_trainer(size, strategy(True), max_epochs=1).fit(module, sft_data())  # how it is saved may change
+        for other, options, expected in (
+            (strategy(False, activation_checkpointing=True), {}, "activation_checkpointing was False and is True"),
+            (strategy(False), {"precision": "bf16-mixed"}, "policy was"),
+            ("auto", {}, "SingleDeviceStrategy needs it whole"),
+        ):
+            with pytest.raises(MisconfigurationException, match=expected):
+                make_trainer(size, other, max_epochs=1, **options).fit(module, sft_data())
+
+    on_ranks(main, 1)
+
+
 def test_tied_embeddings_stay_tied_and_are_stored_once(tmp_path):
     path = tmp_path / "tied.ckpt"
 
@@ -242,7 +285,7 @@ def test_what_is_no_checkpoint_is_named_with_what_is_missing(tmp_path):
             assert name in str(error.value)
 
         for name, message in NO_CHECKPOINTS.items():
-            for kind in ("rlbatch_fsdp", "auto"):
+            for kind in ("rlbatch_fsdp", "auto") if name != "weights.ckpt" else ("rlbatch_fsdp",):
                 refused(name, message, kind)
         refused("folder.ckpt", r"which only strategy='rlbatch_fsdp' resumes: on any number of devices, one included", "auto")
         with pytest.raises(FileNotFoundError, match="written last"):
