@@ -5,6 +5,7 @@ import math
 import time
 import types
 import typing
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +14,7 @@ from helpers import length_reward
 
 import lightning_rlbatch
 from lightning_rlbatch import callbacks, functional, rollout
+from lightning_rlbatch.cli import main
 from lightning_rlbatch.cli.explanation import explain
 from lightning_rlbatch.cli.rules_algorithms import check_algorithms, may_be_refused
 from lightning_rlbatch.cli.rules_batching import check_batching
@@ -356,3 +358,14 @@ def test_nothing_that_stands_in_a_configuration_makes_explain_fail():
     for option in ("train_batch_size", "mini_batch_size", "rollouts_per_prompt", "ppo_epochs", "max_tokens_per_rank", "max_prompt_length"):
         for value in ("word", True, [1], {"a": 1}, None, -1):
             assert explain(run_config(config(data={option: value}))).refused
+
+
+def test_the_commands_of_the_documentation_that_explain_an_example_are_answered(monkeypatch, capsys):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    lines = [line for page in (root / "docs").glob("*.md") for line in page.read_text(encoding="utf-8").splitlines()]
+    commands = {line.partition("#")[0].strip() for line in lines if line.startswith("rlbatch explain --config examples/")}
+    assert len(commands) >= 4
+    for command in commands:
+        main(command.split()[1:])  # exits with 1 if the configuration is refused
+        assert "One GPU runs" in capsys.readouterr().out
