@@ -29,7 +29,7 @@ from lightning_rlbatch.functional import GAE, GRPO, PPOClip
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<marks>(?:<!--[^\n]*-->\n)*)```(?P<language>[a-z]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMANDS = {"fit", "validate", "explain", "plan", "verify", "report"}
+COMMANDS = {"fit", "validate", "predict", "explain", "plan", "verify", "report"}
 
 NOT_OURS = {"peft"}  # what a page uses that is no dependency of this package
 
@@ -221,7 +221,7 @@ def test_commands_exist_with_their_options_and_files(capsys):
         elif words[0] == "rlbatch":
             command = words[1]
             assert command in COMMANDS, snippet
-            if command not in ("fit", "validate"):
+            if command not in ("fit", "validate", "predict"):
                 if command not in helps:
                     with contextlib.suppress(SystemExit):
                         main([command, "--help"])

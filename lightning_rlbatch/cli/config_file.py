@@ -11,7 +11,8 @@ from lightning_rlbatch.cli.signatures import part_source
 from lightning_rlbatch.cli.translations import translate
 
 _SHORT = {"-c": "--config"}
-_SUBCOMMANDS = ("fit", "validate")
+SUBCOMMANDS = ("fit", "validate", "predict")
+"""Commands that run a configuration."""
 
 
 class ConfigFileError(ValueError):
@@ -86,7 +87,7 @@ def refuse_missing_files(arguments: Sequence[str]) -> None:
             continue
         text = value if equals else following[0]
         content = _read(text)
-        if command in _SUBCOMMANDS and _is_below(content, command):
+        if command in SUBCOMMANDS and _is_below(content, command):
             raise ConfigFileError(f"{text} has its sections under `{command}:`. Write rlbatch --config {text} {command}")
 
 
@@ -115,7 +116,7 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
 def _configuration(text: str) -> dict[str, Any]:
     """Return the sections of what ``--config`` names; a file for ``rlbatch --config FILE fit`` has them one level down."""
     content = _read(text)
-    return next((dict(content[command]) for command in _SUBCOMMANDS if _is_below(content, command)), content)
+    return next((dict(content[command]) for command in SUBCOMMANDS if _is_below(content, command)), content)
 
 
 def _read(text: str) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _read_parts(content: dict[str, Any], folder: Path) -> None:
     """Replace the names of files that hold a section by their content; they are looked for beside the file that names them."""
     for key, value in content.items():
-        if isinstance(value, dict) and key in ("model", "data", "trainer", "fit", "validate"):
+        if isinstance(value, dict) and key in ("model", "data", "trainer", *SUBCOMMANDS):
             _read_parts(value, folder)
         elif _is_file_name(value) and (key in ("model", "data", "trainer", "strategy") or (folder / value).is_file()):
             content[key] = _read_file(folder / value)

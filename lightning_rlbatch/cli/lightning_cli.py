@@ -11,8 +11,9 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from typing_extensions import override
 
 import lightning_rlbatch
+from lightning_rlbatch.cli.config_file import SUBCOMMANDS
 from lightning_rlbatch.cli.imports import is_import_path
-from lightning_rlbatch.cli.outputs import print_outputs
+from lightning_rlbatch.cli.outputs import print_outputs, write_predictions
 from lightning_rlbatch.cli.run_errors import report_failure
 from lightning_rlbatch.cli.saved_config import SaveRunConfig
 
@@ -60,7 +61,7 @@ class RLBatchCLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        return {name: LightningCLI.subcommands()[name] for name in ("fit", "validate")}
+        return {name: LightningCLI.subcommands()[name] for name in SUBCOMMANDS}
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -86,6 +87,14 @@ class RLBatchCLI(LightningCLI):
         """Return the options of the subcommand."""
         command = self.config.get("subcommand")
         return self.config if command is None else self.config[command]
+
+    def predict(self, **options: Any) -> None:
+        """Write what ``Trainer.predict`` returns as JSON lines beside the logs.
+
+        Args:
+            **options: Of ``Trainer.predict``.
+        """
+        write_predictions(self.trainer, self.trainer.predict(**options))
 
     def after_fit(self) -> None:
         """Say where the results are."""
@@ -121,7 +130,7 @@ def classes_first(arguments: Sequence[str]) -> list[str]:
 
 
 def run(arguments: list[str] | None) -> None:
-    """Run ``fit`` or ``validate``.
+    """Run ``fit``, ``validate`` or ``predict``.
 
     Args:
         arguments: Command line without the program's name; None reads ``sys.argv``.

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from lightning_rlbatch.cli.config_file import ConfigFileError, read_config, refuse_missing_files
+from lightning_rlbatch.cli.config_file import SUBCOMMANDS, ConfigFileError, read_config, refuse_missing_files
 from lightning_rlbatch.cli.explanation import check
 from lightning_rlbatch.cli.pipes import until_closed
 from lightning_rlbatch.cli.pretrained_names import hub_is_offline
@@ -14,6 +14,7 @@ USAGE = """usage: rlbatch COMMAND [options]
 
   fit       train: rlbatch fit --config run.yaml
   validate  roll out and reward the validation prompts
+  predict   write completions of the validation prompts as JSON lines
   explain   sizes, options in effect, memory and mistakes of a configuration, without a GPU and without loading anything
   verify    is the gradient the same padded, packed, sharded?
   plan      cut real lengths into micro-batches, and compare methods
@@ -27,7 +28,7 @@ _NOT_A_RUN = {"-h", "--help", "--print_config", "--print_shtab"}
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run ``rlbatch fit|validate|explain|export|plan|verify|report ...``.
+    """Run ``rlbatch fit|validate|predict|explain|export|plan|verify|report ...``.
 
     Args:
         args: Command line without the program's name; None reads ``sys.argv``.
@@ -42,7 +43,7 @@ def main(args: list[str] | None = None) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return
-    if arguments[0] not in (*_OWN, "fit", "validate") and not arguments[0].startswith("-"):
+    if arguments[0] not in (*_OWN, *SUBCOMMANDS) and not arguments[0].startswith("-"):
         print(f"There is no command {arguments[0]!r}.\n\n{USAGE}", file=sys.stderr)
         raise SystemExit(2)
     if arguments[0] in _OWN:
@@ -53,7 +54,7 @@ def main(args: list[str] | None = None) -> None:
         return
     try:
         refuse_missing_files(arguments)
-        if arguments[0] in ("fit", "validate") and not any(map(_only_asks, arguments)) and not _reads_environment():
+        if arguments[0] in SUBCOMMANDS and not any(map(_only_asks, arguments)) and not _reads_environment():
             _refuse_before_loading(arguments[1:])
     except ConfigFileError as error:
         print(error, file=sys.stderr)

@@ -1,7 +1,9 @@
-"""Say where a run has left its results."""
+"""Say where a run has left its results, and leave those of ``predict``."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -49,3 +51,20 @@ def print_outputs(trainer: "pl.Trainer") -> None:
     found = [] if getattr(trainer, "fast_dev_run", False) else outputs(trainer)  # a trial run writes nothing
     if found:
         print("Written: " + "; ".join(found))
+
+
+def write_predictions(trainer: "pl.Trainer", batches: list[Any] | None) -> None:
+    """Write predictions, a JSON object per line, to ``predictions.jsonl`` beside the logs; on rank 0.
+
+    Args:
+        trainer: After ``predict``.
+        batches: What it returned: rows, or a list of them per batch. None if a callback takes them instead.
+    """
+    folder = Path(trainer.log_dir or trainer.default_root_dir)  # rank 0 tells the others
+    if batches is None or not trainer.is_global_zero:
+        return
+    rows = [row for batch in batches for row in (batch if isinstance(batch, list) else [batch])]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "predictions.jsonl"
+    file.write_text("".join(json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    print(f"Written: {len(rows)} predictions in {_shown(file)}")

@@ -47,7 +47,7 @@ def test_a_tokenizer_may_be_named_by_its_import_path():
 def test_help_names_every_command(capsys):
     main(["--help"])
     printed = capsys.readouterr().out
-    assert all(f"\n  {command} " in printed for command in ("fit", "validate", "explain", "verify", "plan", "report", "export"))
+    assert all(f"\n  {command} " in printed for command in ("fit", "validate", "explain", "verify", "plan", "report", "export", "predict"))
 
 
 def test_an_unknown_command_is_told_with_those_that_exist(capsys):

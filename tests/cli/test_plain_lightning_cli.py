@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import sys
 import warnings
 
@@ -116,7 +117,12 @@ def test_a_checkpoint_of_the_command_line_loads_without_it(tmp_path):
     ((found, (limit, steps, printed)),) = run_distributed(main, 1, init_process_group=False)
     assert found == (["length_reward"], 0.01, "AdamW", 0.5)
     assert (limit, steps) == (5.0, 4)
-    assert printed.splitlines()[-1] == f"Written: checkpoints in {tmp_path}/checkpoints; plots: rlbatch report {tmp_path}/run/resumed"
+    *_, written, predicted = printed.splitlines()
+    assert predicted == f"Written: 7 predictions in {tmp_path}/run/told/predictions.jsonl"
+    row = json.loads((tmp_path / "run" / "told" / "predictions.jsonl").read_text().splitlines()[0])
+    assert row.keys() >= {"prompt", "completions"}
+    assert (tmp_path / "run" / "told" / "config_predict.yaml").is_file()
+    assert written == f"Written: checkpoints in {tmp_path}/checkpoints; plots: rlbatch report {tmp_path}/run/resumed"
 
 
 def resumed(path, checkpoint):
@@ -127,6 +133,7 @@ def resumed(path, checkpoint):
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore", DeprecationWarning)
         cli = RLBatchCLI(args=["fit", "--config", str(path), "--ckpt_path", str(checkpoint), *changes])
+        RLBatchCLI(args=["predict", "--config", str(path), "--ckpt_path", str(checkpoint), "--trainer.logger.version=told"])
     return cli.model.max_grad_norm, cli.trainer.global_step, printed.getvalue()
 
 
