@@ -1,10 +1,12 @@
 """One optimizer step is one global step, one iteration is one epoch, and Lightning's options count in these units."""
 
 import csv
+import json
 import sys
 import types
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMon
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_rlbatch.callbacks.checkpoint import RLBatchModelCheckpoint
+from lightning_rlbatch.callbacks import BalanceMonitor, RLBatchModelCheckpoint, RolloutLogger, ThroughputMonitor
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
@@ -222,6 +224,44 @@ def test_csv_logger_gets_one_row_per_step(tmp_path):
         rows = [row for row in csv.DictReader(file) if row.get("train/loss")]
     assert [int(row["step"]) for row in rows] == [0, 1, 2, 3]
     assert all(row["train/lr"] for row in rows)
+
+
+class StrictLogger(RecordingLogger):
+    """Takes what a service like Weights & Biases takes: JSON, rising steps, tables of plain values, pictures that are there."""
+
+    def __init__(self):
+        super().__init__()
+        self.hyperparameters, self.steps, self.tables, self.pictures = {}, [0], [], []
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        self.hyperparameters.update(json.loads(json.dumps(params)))
+
+    def log_metrics(self, metrics, step=None):
+        assert step >= self.steps[-1]
+        self.steps.append(step)
+        assert all(type(value) in (int, float) for value in metrics.values()), metrics
+        super().log_metrics(metrics, step)
+
+    def log_table(self, key, columns=None, data=None, dataframe=None, step=None):
+        assert all(len(row) == len(columns) for row in data)
+        self.tables.append((key, step, json.loads(json.dumps(data))))
+
+    def log_image(self, key, images, step=None, **kwargs):
+        self.pictures.append((key, step, [Path(image).read_bytes()[1:4] for image in images]))
+
+
+def test_a_logger_that_uploads_gets_plain_values_tables_pictures_and_hyperparameters(tmp_path):
+    def main(rank, size):
+        logger = StrictLogger()
+        watchers = [BalanceMonitor(str(tmp_path), every_n_steps=3), RolloutLogger(), ThroughputMonitor(), LearningRateMonitor()]
+        fit(size, logger=logger, callbacks=watchers, max_epochs=2, data=rollouts(val_prompts=prompt_rows), limit_val_batches=1.0)
+        return logger.hyperparameters, logger.tables, logger.pictures, logger.rows
+
+    hyperparameters, tables, pictures, rows = on_ranks(main)[0]
+    assert hyperparameters["advantage"]["class_path"].endswith("GRPO")
+    assert [(key, step) for key, step, _ in tables] == [("rollouts", 0), ("rollouts", 2)]
+    assert pictures == [("balance/plan", 0, [b"PNG"]), ("balance/plan", 3, [b"PNG"])]
+    assert {"train/loss", "reward/mean", "balance/speedup", "throughput/update/tokens_per_second"} <= set().union(*rows)
 
 
 def test_options_that_manual_optimization_lacks_are_refused_with_ours():
