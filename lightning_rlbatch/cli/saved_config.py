@@ -5,12 +5,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Writes ``config.yaml`` of ``fit`` and ``config_validate.yaml`` of ``validate``, in place of those of an earlier run.
+    """Writes ``config.yaml`` of ``fit``, ``config_validate.yaml`` of ``validate`` and so on, in place of those of an earlier run.
 
     LightningCLI refuses to write where a file is. A second run into the same folder is normal use, and a refusal of rank 0 alone would
     leave the others waiting. Without a logger the folder may be the one in which the user's own ``config.yaml`` lies: that one stays.
@@ -23,7 +24,7 @@ class SaveRunConfig(SaveConfigCallback):
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         if stage != "fit":
-            self.config_filename = f"config_{stage}.yaml"
+            self.config_filename = f"config_{TrainerFn(stage).value}.yaml"
         log_dir = trainer.log_dir  # on every rank: it is told by rank 0
         target = None if log_dir is None else (Path(log_dir) / self.config_filename).resolve()
         if target in self._given_files():
