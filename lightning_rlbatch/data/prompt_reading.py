@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rlbatch.data.chat import as_conversation, encode_rendered, render
@@ -21,7 +22,7 @@ TokenizerSource: TypeAlias = str | Callable[[], Any] | Any
 
 _TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a conversational row: what its chat template is given
 _ARGUMENTS = ("prompts", "completions", "completion_ids")  # of reward functions: a column of that name would take their place
-_TABLE_FORMATS = ("pandas", "polars", "arrow")  # of a datasets object whose rows are tables of one row
+_OTHER_FORMATS = ("pandas", "polars", "arrow", "numpy")  # of a datasets object: rows are tables of one row, or messages are arrays
 
 
 def read_prompts(
@@ -164,13 +165,25 @@ def _rows(source: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _listed(source: Any) -> list[Any] | None:
     """Return the rows of an object that holds them; None if it holds none."""
     if hasattr(source, "columns") and hasattr(source, "to_dict"):  # a DataFrame, which iterates over its columns
-        source = source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")  # polars, pandas
-    if hasattr(source, "with_format") and getattr(source, "format", {}).get("type") in _TABLE_FORMATS:
+        table: list[Any] = _without_arrays(
+            source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")
+        )  # polars, pandas
+        return table
+    if hasattr(source, "with_format") and getattr(source, "format", {}).get("type") in _OTHER_FORMATS:
         source = source.with_format(None)
     if isinstance(source, Iterable):
         return list(source)
     is_map_style = hasattr(source, "__len__") and hasattr(source, "__getitem__")  # a torch Dataset, which may know no end but its length
     return [source[index] for index in range(len(source))] if is_map_style else None
+
+
+def _without_arrays(value: Any) -> Any:
+    """Return a value whose arrays are lists: pandas reads lists in Parquet files, such as those of messages, as arrays."""
+    if isinstance(value, dict):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    if isinstance(value, list | np.ndarray):
+        return [_without_arrays(item) for item in value]
+    return value
 
 
 def _imported(source: str | os.PathLike[str], name: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jsonargparse
 import pytest
+import torch
 import transformers
 from helpers import ToyTokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -86,6 +87,9 @@ def test_parquet_files_and_datasets_hold_columns_of_any_shape(tmp_path):
         assert read_rows(path, "train_prompts") == rows
         assert read_rows(datasets.Dataset.from_list(rows), "train_prompts") == rows
         assert read_rows(lambda: datasets.Dataset.from_list(rows).to_iterable_dataset(), "train_prompts") == rows
+        for kind in ("pandas", "numpy", "arrow"):  # whatever it was used for before
+            assert read_rows(datasets.Dataset.from_list(rows).with_format(kind), "train_prompts") == rows
+        assert read_rows(pandas.read_parquet(path), "train_prompts") == rows  # with arrays where lists were
         # The logged completions of TRL: conversations, a column per reward function, NaN where one had no verdict.
         answers = [[{"role": "assistant", "content": text}] for text in ("x", "yy")]
         table = {"step": [7] * 2, "prompt": [rows[0]["prompt"]] * 2, "completion": answers, "accuracy": [1.0, float("nan")]}
@@ -140,6 +144,18 @@ def test_data_frames_are_read_by_rows():
 
     for frame in (Pandas(), Polars()):
         assert read_rows(frame, "train_prompts") == ROWS
+
+
+def test_a_dataset_of_torch_is_read_by_its_length():
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(ROWS)
+
+        def __getitem__(self, index):
+            return ROWS[index % len(ROWS)]  # knows no end
+
+    assert read_rows(Rows(), "train_prompts") == ROWS
+    assert read_rows(torch.utils.data.Subset(Rows(), [2, 0]), "train_prompts") == [ROWS[2], ROWS[0]]
 
 
 @pytest.mark.parametrize(
