@@ -15,6 +15,7 @@ from lightning_rlbatch.cli.signatures import class_source, definition
 _WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
 _LISTS = ("list", "List", "Sequence", "Iterable", "Collection", "set", "tuple", "Tuple")
 _MAPPINGS = ("dict", "Dict", "Mapping", "MutableMapping")
+_MADE_BY_NOBODY = ("torch.Tensor", "torch._tensor.Tensor")  # an alternative to a number, whose name would be a misspelt number
 _DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d\d:\d\d(\.\d+)?")
 
 
@@ -95,7 +96,7 @@ def _fits_generic(name: str, parameters: list[ast.expr], module: str, value: Any
 def _names_an_object(value: Any, path: str | None) -> bool:
     """Say whether a value can name an object: by a class or function, or by the options of the class of that path."""
     if isinstance(value, str):
-        return value.isidentifier() or is_import_path(value)
+        return is_import_path(value) or (value.isidentifier() and path not in _MADE_BY_NOBODY)
     if not isinstance(value, dict) or "class_path" in value:
         return isinstance(value, dict)
     source = None if path is None else class_source(path)

@@ -1,5 +1,6 @@
 """Rules about what a configuration names outside itself: files, models, functions."""
 
+import difflib
 import json
 import re
 from collections.abc import Iterator
@@ -40,13 +41,25 @@ def check_sources(run: RunConfig, *, offline: bool = False) -> Findings:
     for name in ("environment", "answer_function", "optimizer", "lr_scheduler"):
         yield from _check_function(name, run.model.given.get(name))
     for path, option in _class_paths(run):
-        problem = import_problem(path)
+        problem = _own_class_problem(path) or import_problem(path)
         if problem is not None:
             yield refused(option, text=f"`{option}`: class_path {path}: {_ended(problem)}")
+    yield from _check_top_level(run)
     yield from _check_columns(run)
     yield from _check_reward_names(run)
     yield from _check_short_names(run)
     yield from _check_positions(run)
+
+
+def _check_top_level(run: RunConfig) -> Findings:
+    seed, checkpoint = run.others.get("seed_everything", True), run.others.get("ckpt_path")
+    if not isinstance(seed, int | None) and not (isinstance(seed, str) and seed.isdigit()):
+        yield refused("seed_everything", text=f"`seed_everything` must be an integer, or true for a random one, but is {seed!r}.")
+    elsewhere = (
+        not isinstance(checkpoint, str) or checkpoint.partition(":")[0] in ("last", "best", "hpc", "registry") or "://" in checkpoint
+    )
+    if not elsewhere and not Path(str(checkpoint)).exists():
+        yield refused("ckpt_path", text=f"`ckpt_path`: there is no checkpoint {checkpoint} in {Path.cwd()}. Check the path, or use last.")
 
 
 def _check_short_names(run: RunConfig) -> Findings:
@@ -59,7 +72,7 @@ def _check_short_names(run: RunConfig) -> Findings:
             continue
         files = package.glob("rollout/engine_config.py" if name == "rollout_engine" else "functional/*.py")
         ours = {found for file in files for found in re.findall(r"^class ([A-Z]\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)}
-        near = sorted(found for found in ours if found.lower().startswith(path.lower()))
+        near = sorted(found for found in ours if found.lower().startswith(path.lower())) or difflib.get_close_matches(path, ours, 1, 0.8)
         if near and path not in ours:
             yield refused(name, text=f"`{name}`: there is no class {path}. Did you mean {' or '.join(near)}?")
 
@@ -203,14 +216,23 @@ def _class_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
             yield value, name
     for section in (run.model, run.data, run.strategy, run.trainer):
         for name, value in section.given.items():
-            if name != "strategy":
+            if name not in ("strategy", "reward_functions", "train_prompts", "val_prompts"):  # judged by rules of their own
                 yield from ((path, name) for path in _paths_in(value))
+
+
+def _own_class_problem(path: str) -> str | None:
+    """Return why this package has no such class; None for those of other modules, which their text tells."""
+    package, _, name = path.rpartition(".")
+    if package != lightning_rlbatch.__name__ or name in lightning_rlbatch.__all__:
+        return None
+    near = difflib.get_close_matches(name, lightning_rlbatch.__all__, 1)
+    return f"`{package}` has no `{name}`" + (f". Did you mean `{package}.{near[0]}`?" if near else "")
 
 
 def _paths_in(value: Any) -> Iterator[str]:
     if isinstance(value, list):
         for item in value:
-            yield from _paths_in(item)
+            yield from _paths_in({"class_path": item} if isinstance(item, str) and is_import_path(item) else item)
     elif isinstance(value, dict) and isinstance(value.get("class_path"), str) and is_import_path(value["class_path"]):
         yield value["class_path"]
         for item in (value.get("init_args") or {}).values():

@@ -360,6 +360,34 @@ def test_nothing_that_stands_in_a_configuration_makes_explain_fail():
             assert explain(run_config(config(data={option: value}))).refused
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": {"advantage": "GRPOO"}}, "there is no class GRPOO. Did you mean GRPO?"),
+        ({"model": {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": "fast"}}}}, "`lr` of AdamW must be a number"),
+        ({"model": {"optimizer": "torch.optim.Adamm"}}, "Did you mean `torch.optim.Adam`?"),
+    ],
+)
+def test_names_that_lead_nowhere_are_refused_wherever_they_stand(change, words):
+    texts = refused(config(**change))
+    assert any(words in text for text in texts), texts
+
+
+def test_names_of_classes_callbacks_and_checkpoints_lead_somewhere():
+    content = config() | {"ckpt_path": "nowhere.ckpt", "seed_everything": "many"}
+    content["data"]["class_path"] = "lightning_rlbatch.RolloutDataModul"
+    content["trainer"]["callbacks"] = ["lightning_rlbatch.callbacks.TrainingDocto"]
+    words = (
+        "`ckpt_path`: there is no checkpoint nowhere.ckpt",
+        "`seed_everything` must be an integer",
+        "Did you mean `lightning_rlbatch.RolloutDataModule`?",
+        "Did you mean `lightning_rlbatch.callbacks.TrainingDoctor`?",
+    )
+    texts = refused(content)
+    assert all(any(word in text for text in texts) for word in words), texts
+    assert not any("ckpt_path" in text for text in refused(config() | {"ckpt_path": "last", "seed_everything": True}))
+
+
 def test_the_commands_of_the_documentation_that_explain_an_example_are_answered(monkeypatch, capsys):
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
