@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
+_LEAST_TEMPERATURE_OF_VLLM = 0.01  # but 0
+
+
 @dataclass(frozen=True)
 class EngineContext:
     """What a run asks of its rollout engine.
@@ -167,6 +170,14 @@ def vllm_problems(context: EngineContext, *, model: str | None, max_model_len: i
             "max_model_len",
             f"max_model_len={max_model_len} is less than the {context.longest_sample} tokens that a sample may have (max_prompt_length +"
             " max_response_length). Raise it, or leave it out: it then follows from the two.",
+        )
+    raised = [temperature for temperature in context.temperatures if 0 < temperature < _LEAST_TEMPERATURE_OF_VLLM]
+    if raised:
+        yield Problem(
+            "temperature",
+            f"vLLM takes {_LEAST_TEMPERATURE_OF_VLLM} for temperatures below it, so that its log-probs would be others than the trainer's,"
+            f" but the temperature is {raised[0]}. Set temperature, or validation_temperature, to at least {_LEAST_TEMPERATURE_OF_VLLM}, or"
+            " the latter to 0 (greedy).",
         )
     others = [temperature for temperature in context.temperatures if temperature not in (0, 1)]
     if context.cuts and others:

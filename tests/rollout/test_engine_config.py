@@ -209,6 +209,7 @@ REFUSED = {
     "policy": (VLLM, {}, {"policy": "statistics.mean"}, "policy is none: a function makes it"),
     "max_model_len": (VLLM, {"max_model_len": 511}, {}, "max_model_len=511 is less than the 512 tokens"),
     "top_k": (VLLM, {}, {"top_k": 5, "temperature": 0.5}, "top_k=5 .* but the temperature is 0.5"),
+    "temperature": (VLLM, {}, {"validation_temperature": 0.001}, "vLLM takes 0.01 .* but the temperature is 0.001"),
     "top_p": (VLLM, {}, {"top_p": 0.5, "validation_temperature": 0.7}, "top_p=0.5 .* but the temperature is 0.7"),
 }
 OUT_OF_RANGE = {
