@@ -1,13 +1,14 @@
 """``load_from_checkpoint``: of folders with one file per rank too, and clear about arguments that no checkpoint can hold."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -16,6 +17,7 @@ from lightning_rlbatch.strategies.atomic import is_local
 from lightning_rlbatch.strategies.checkpoint_paths import is_sharded, require_checkpoint
 from lightning_rlbatch.strategies.sharded import fill_alone, outline, read_meta
 
+_CLASS = "_class_path"  # among the arguments that LightningCLI records
 _UNRECORDED = "rlbatch_unrecorded_arguments"  # key in Lightning checkpoints
 
 
@@ -36,6 +38,10 @@ class LoadsFromCheckpoints(pl.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._unrecorded_in_checkpoint = checkpoint.get(_UNRECORDED, ())
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            changed = _changed(checkpoint.get("hyper_parameters", {}), dict(self.hparams))
+            if changed:
+                rank_zero_info(f"Resuming with other options of {type(self).__name__}: {'; '.join(changed)}.")
 
     @classmethod
     def load_from_checkpoint(
@@ -99,6 +105,26 @@ class LoadsFromCheckpoints(pl.LightningModule):
         if not needs_values:
             fill_alone(folder, module.state_dict(), stored.keys())
         return module
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return in words which recorded arguments differ; nothing of records in different forms, of LightningCLI and of Python."""
+    if (_CLASS in before) != (_CLASS in now):
+        return []
+    old, new = _leaves(before), _leaves(now)
+    return [
+        f"{'class' if name == _CLASS else name} was {str(old.get(name))[:80]} and is {str(new.get(name))[:80]}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name.partition(".")[0] in before.keys() & now.keys()
+    ]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested arguments by their paths, ``advantage.init_args.lam``."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
+    return found
 
 
 def _recorded(path: Path) -> set[str]:

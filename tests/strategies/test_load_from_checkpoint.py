@@ -7,6 +7,8 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlbatch.functional import GAE, PPOClip
 from lightning_rlbatch.functional.packing import PackedBatch
@@ -101,6 +103,21 @@ def test_arguments_that_are_not_recorded_are_named_and_those_that_have_no_effect
     with pytest.warns(UserWarning, match=r"optimizer: what the run had could not be recorded, so PPOModule has the default"):
         load(PPOModule, path)
     assert isinstance(load(PPOModule, path, optimizer=ADAMW).configure_optimizers(), torch.optim.AdamW)  # and no warning
+
+
+def test_a_resumed_run_says_which_options_are_others(caplog):
+    checkpoint = {"hyper_parameters": dict(PPOModule(tiny_llama, [length_reward], advantage=GAE(lam=0.9), critic="shared").hparams)}
+    checkpoint["rlbatch_ppo"] = {"kl_reward_coefficient": 0.0}
+    resumed = PPOModule(tiny_llama, [length_reward], advantage=GAE(lam=0.5), critic="shared", max_grad_norm=5.0)
+    resumed._trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with caplog.at_level("INFO"):
+        for fn in (TrainerFn.VALIDATING, TrainerFn.FITTING):
+            resumed.trainer.state.fn = fn
+            resumed.on_load_checkpoint(checkpoint)
+    (text,) = [record.message for record in caplog.records if "Resuming" in record.message]
+    assert "max_grad_norm was 1.0 and is 5.0" in text
+    assert "advantage.init_args.lam was 0.9 and is 0.5" in text
+    assert text.count(" was ") == 2
 
 
 def test_fresh_process_without_the_command_line_loads_it(tmp_path):
