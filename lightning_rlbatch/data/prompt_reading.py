@@ -15,7 +15,8 @@ from lightning_rlbatch.rollout.row_files import rows_of_file
 
 PromptSource: TypeAlias = str | list[str] | Callable[[], Any] | Sequence[Mapping[str, Any]]
 """Rows with a ``prompt`` column: the path of a JSONL or Parquet file, several such paths, a function that returns rows or its import
-path, a ``datasets`` object, a pandas or polars ``DataFrame``, a torch ``Dataset``, or any sequence of rows."""
+path, a ``datasets`` object, a pandas or polars ``DataFrame``, a torch ``Dataset``, or any sequence of rows. A stream is read to its end:
+the order of each pass is drawn among all prompts."""
 
 TokenizerSource: TypeAlias = str | Callable[[], Any] | Any
 """The folder or hub name of a transformers tokenizer, a class or function that makes a tokenizer, its import path, or the tokenizer."""
