@@ -12,6 +12,9 @@ from pathlib import Path
 # What lets a module find others, or have names, that its text does not show.
 _CHANGES_IMPORTS = re.compile(r"\bsys\.(path|modules|meta_path|path_hooks)\b|\bfrom sys import|\baddsitedir\b|__path__")
 _CHANGES_NAMES = re.compile(r"\bglobals\(\)|\bvars\(\)|\bexec\(|\bsetattr\(|\bsys\.modules\b|__path__")
+NO_MODULE = "there is no module"
+"""Beginning of a problem that another module may solve by changing where modules are found."""
+
 _LITERALS = (ast.Constant, ast.List, ast.Dict, ast.Tuple, ast.Set, ast.JoinedStr)
 
 
@@ -50,7 +53,7 @@ def import_problem(path: str) -> str | None:
     if Path(path).is_file():
         return f"{path} is a file, not the import path of a function"
     if not module_exists(module):
-        return f"there is no module `{module.partition('.')[0]}`, neither in {Path.cwd()} nor installed"
+        return f"{NO_MODULE} `{module.partition('.')[0]}`, neither in {Path.cwd()} nor installed"
     spec = _spec(module)
     if isinstance(spec, str):
         return spec
@@ -61,12 +64,17 @@ def import_problem(path: str) -> str | None:
         tree = ast.parse(text)
     except SyntaxError as error:
         return f"line {error.lineno} of {spec.origin} is not Python: {error.msg}"
-    missing = None if _changes_imports(module) else _missing_import(tree, module)
+    missing = None if changes_imports(module) else _missing_import(tree, module)
     return missing or (None if _CHANGES_NAMES.search(text) else _binding_problem(tree, module, name))
 
 
-def _changes_imports(module: str, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether a module, a package around it or what it imports of the user's own may change where modules are found."""
+def changes_imports(module: str, seen: frozenset[str] = frozenset()) -> bool:
+    """Say whether a module, a package around it or what it imports of the user's own may change where modules are found.
+
+    Args:
+        module: Absolute name.
+        seen: Files that were looked at.
+    """
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
         spec = _spec(".".join(parts[:depth]))
@@ -81,7 +89,7 @@ def _changes_imports(module: str, seen: frozenset[str] = frozenset()) -> bool:
             tree = ast.parse(text)
         except SyntaxError:
             continue
-        if any(_changes_imports(name, seen) for name in _imported_names(tree, ".".join(parts[: depth - 1]))):
+        if any(changes_imports(name, seen) for name in _imported_names(tree, ".".join(parts[: depth - 1]))):
             return True
     return False
 

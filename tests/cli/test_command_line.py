@@ -295,5 +295,11 @@ def test_a_module_that_changes_the_path_or_makes_its_names_is_not_refused_for_wh
     assert {path: import_problem(path) for path in (*fine, "some_names.last")} == dict.fromkeys((*fine, "some_names.last"))
     assert "imports `deep`, which is not installed" in str(import_problem("plainly_wrong.reward"))
     assert "has no `third`" in str(import_problem("some_names.third"))
+    (tmp_path / "own_class.py").write_text("import only_path\nfrom lightning_rlbatch import PPOModule\nclass Own(PPOModule): ...\n")
+    for path, refusals in (("own_class.Own", 0), ("lightning_rlbatch.PPOModule", 1)):  # the class is imported before the function
+        content = config(model={"reward_functions": ["deep.score"]})
+        content["model"]["class_path"] = path
+        texts = [finding.text for finding in explain(run_config(content)).findings if finding.level == "refused"]
+        assert len(texts) == refusals
     Path("rewards.jsonl").write_text("")
     assert "is a file" in str(import_problem("rewards.jsonl"))
