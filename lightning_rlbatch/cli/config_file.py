@@ -1,6 +1,7 @@
 """Read a LightningCLI configuration, with its command-line overrides, into plain dictionaries without importing anything it names."""
 
 import importlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,7 +122,7 @@ def _configuration(text: str) -> dict[str, Any]:
 
 def _read(text: str) -> dict[str, Any]:
     """Return what ``--config`` names: a file, or the configuration itself."""
-    if not Path(text).exists() and isinstance(content := parse_value(text), dict):
+    if not os.path.exists(text) and isinstance(content := parse_value(text), dict):
         return content
     return _read_file(Path(text))
 
@@ -131,30 +132,37 @@ def _is_below(content: dict[str, Any], subcommand: str) -> bool:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    content = _read_part(path)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigFileError(f"{path} must hold `model:`, `data:` and `trainer:` sections but holds {type(content).__name__}.")
+    return content
+
+
+def _read_part(path: Path) -> Any:
+    """Return what is in a file: a section, a class, or a list of them."""
     if not path.is_file():
         what = f"{path} in {Path.cwd()} is a folder" if path.is_dir() else f"There is no configuration file {path} in {Path.cwd()}"
-        raise ConfigFileError(f"{what}. Check the path of --config.")
+        raise ConfigFileError(f"{what}. Check the path.")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigFileError(f"{path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigFileError(f"{path} is not valid YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigFileError(f"{path} must hold `model:`, `data:` and `trainer:` sections but holds {type(content).__name__}.")
-    _read_parts(content, path.parent)
-    return content
+    return _with_parts(content, path.parent)
 
 
-def _read_parts(content: dict[str, Any], folder: Path) -> None:
-    """Replace the names of files that hold a section by their content; they are looked for beside the file that names them."""
-    for key, value in content.items():
-        if isinstance(value, dict) and key in ("model", "data", "trainer", *SUBCOMMANDS):
-            _read_parts(value, folder)
-        elif _is_file_name(value) and (key in ("model", "data", "trainer", "strategy") or (folder / value).is_file()):
-            content[key] = _read_file(folder / value)
+def _with_parts(value: Any, folder: Path, key: str = "") -> Any:
+    """Replace the names of files that hold a part by their content; they are looked for beside the file that names them."""
+    if isinstance(value, dict):
+        return {name: _with_parts(item, folder, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_parts(item, folder) for item in value]
+    if _is_file_name(value) and (key in ("model", "data", "trainer", "strategy") or (folder / value).is_file()):
+        return _read_part(folder / value)
+    return value
 
 
 def _is_file_name(value: Any) -> TypeGuard[str]:
@@ -203,7 +211,7 @@ def _set(config: dict[str, Any], keys: list[str], value: Any, appending: bool) -
     node = _arguments(node, key)
     old = node.get(key)
     if _is_file_name(value) and Path(value).is_file():
-        value = _read_file(Path(value))
+        value = _read_part(Path(value))
     if key == "class_path" and isinstance(value, str):
         node.update(_with_class(node, value))
     elif appending:

@@ -112,7 +112,13 @@ FILES = {
     "no_class.yaml": {"model": {"init_args": FULL["model"]["init_args"]}, "data": {"init_args": FULL["data"]["init_args"]}},
     "more.yaml": {"model": {"class_path": f"{OWN}.OwnPPO", "init_args": {"own": 5}}, "data": {"init_args": {"seed": 3}}},
     "strategy.yaml": {"class_path": f"{OWN}.OwnStrategy", "init_args": {"knob": 2}},
-    "parts.yaml": {**FULL, "trainer": {"strategy": "strategy.yaml"}},
+    "loss.yaml": {"class_path": "lightning_rlbatch.functional.GSPO"},
+    "callbacks.yaml": [{"class_path": f"{OWN}.OwnCallback", "init_args": {"x": 2}}],
+    "parts.yaml": {
+        **FULL,
+        "trainer": {"strategy": "strategy.yaml", "callbacks": "callbacks.yaml"},
+        "model": {**FULL["model"], "init_args": {**FULL["model"]["init_args"], "policy_loss": "loss.yaml"}},
+    },
 }
 COMMAND_LINES = [
     f"-c full.yaml --model {OWN}.OwnPPO --model.own=5 --data {OWN}.OwnData",
@@ -124,6 +130,7 @@ COMMAND_LINES = [
     "-c full.yaml --trainer.strategy strategy.yaml --trainer.logger lightning.pytorch.loggers.TensorBoardLogger",
     "-c full.yaml --trainer.logger=false --trainer.callbacks.save_last=false",
     f"-c full.yaml --trainer.callbacks+={OWN}.OwnCallback --trainer.callbacks.x=4 --trainer.logger.name=other",
+    "-c parts.yaml --trainer.callbacks+=callbacks.yaml",
     f"-c full.yaml --trainer.callbacks={OWN}.OwnCallback --model.optimizer=torch.optim.SGD --model.optimizer.momentum=0.5",
     "-c full.yaml --model.policy_loss=GSPO --model.rollout_engine=VLLMEngineConfig --model.reward_functions+=math.fsum",
     "-c full.yaml --model.policy_loss.clip_high=0.4 --data.train_prompts+=more.jsonl --model.policy=my/folder",
@@ -149,7 +156,9 @@ def test_what_is_checked_before_a_run_is_what_lightningcli_reads(line, cli, fold
 
 
 def test_a_part_in_a_file_of_its_own_is_looked_for_beside_the_file_that_names_it(folder):
-    assert read_config(["--config", str(folder / "parts.yaml")])["trainer"]["strategy"] == FILES["strategy.yaml"]
+    read = read_config(["--config", str(folder / "parts.yaml")])
+    assert read["trainer"] == {"strategy": FILES["strategy.yaml"], "callbacks": FILES["callbacks.yaml"]}
+    assert read["model"]["init_args"]["policy_loss"] == FILES["loss.yaml"]
 
 
 def test_classes_come_before_the_files_that_may_leave_them_out():
