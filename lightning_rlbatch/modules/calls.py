@@ -43,7 +43,7 @@ def accepted(
     if missing:
         raise TypeError(
             f"{what} takes {', '.join(missing)}, but the prompts' rows have no such column. It may take:"
-            f" {', '.join(sorted({*arguments, *named}))}. Add the column to the rows, or give the argument a default."
+            f" {', '.join(sorted(arguments))}. Add the column to the rows, or give the argument a default."
         )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if takes_all or name in parameters} | {
