@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -13,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_rlbatch.modules.hyperparameters import required_arguments
+from lightning_rlbatch.modules.own_hooks import KeepsOwnHooks
 from lightning_rlbatch.strategies.atomic import is_local
 from lightning_rlbatch.strategies.checkpoint_paths import is_sharded, require_checkpoint
 from lightning_rlbatch.strategies.sharded import fill_alone, outline, read_meta
@@ -21,7 +21,7 @@ _CLASS = "_class_path"  # among the arguments that LightningCLI records
 _UNRECORDED = "rlbatch_unrecorded_arguments"  # key in Lightning checkpoints
 
 
-class LoadsFromCheckpoints(pl.LightningModule):
+class LoadsFromCheckpoints(KeepsOwnHooks):
     """Makes a module from a checkpoint file or from the folder of a sharded one, in one process, without a Trainer.
 
     Attributes:
@@ -79,10 +79,11 @@ class LoadsFromCheckpoints(pl.LightningModule):
             else:
                 module = super().load_from_checkpoint(checkpoint_path, map_location, **options, **kwargs)
         except Exception as error:
-            missing = [] if path is None or hparams_file is not None else sorted(required_arguments(cls) - _recorded(path) - kwargs.keys())
+            recorded = None if path is None or hparams_file is not None else _recorded(path)
+            missing = [] if recorded is None else sorted(required_arguments(cls) - recorded - kwargs.keys())
             if not missing:
                 raise
-            raise TypeError(_not_recorded(cls, missing, path)) from error
+            raise TypeError(f"{path} does not hold {' and '.join(missing)}, which {cls.__name__} needs. {_advice(cls, missing)}") from error
         lost = [name for name in module._unrecorded_in_checkpoint if name not in kwargs]
         if lost:
             rank_zero_warn(
@@ -127,14 +128,16 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _recorded(path: Path) -> set[str]:
-    """Return the names of the arguments in a checkpoint, file or folder; weights are not read."""
-    meta = read_meta(path, weights_only=False) if is_sharded(path) else torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+def _recorded(path: Path) -> set[str] | None:
+    """Return the names of the arguments in a checkpoint, file or folder, without its weights; None if it holds more than plain values."""
+    try:
+        if is_sharded(path):
+            meta = read_meta(path, weights_only=True)
+        else:
+            meta = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception:  # a file may be anything; the error that led here says more
+        return None
     return set(meta.get("hyper_parameters", {}))
-
-
-def _not_recorded(cls: type, names: Sequence[str], path: Path | None) -> str:
-    return f"{path} does not hold {' and '.join(names)}, which {cls.__name__} needs. {_advice(cls, names)}"
 
 
 def _advice(cls: type, names: Sequence[str]) -> str:
