@@ -182,7 +182,7 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
         """Refuse what Lightning would refuse in less helpful words: this is the first hook that a Trainer calls.
 
         Returns:
-            Callbacks that the module needs; a subclass adds its own to them.
+            Callbacks that the module needs; those of a subclass are added to them.
         """
         check_manual_optimization(self.trainer, self)
         check_callbacks(self.trainer, self)

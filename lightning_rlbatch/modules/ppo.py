@@ -245,4 +245,4 @@ class PPOModule(PPOCollection):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self.kl_reward_coefficient = checkpoint[_STATE]["kl_reward_coefficient"]
+        self.kl_reward_coefficient = checkpoint.get(_STATE, {}).get("kl_reward_coefficient", self.kl_reward_coefficient)

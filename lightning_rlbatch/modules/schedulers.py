@@ -140,20 +140,10 @@ def _read(configure: Callable[[Any], Any]) -> Callable[[Any], Any]:
         _require_one_optimizer(self, configured)
         kept = {id(scheduler["scheduler"]) for scheduler in _schedulers(configured)}
         self._watched = tuple(watched for watched in self._watched if id(watched.scheduler) in kept)  # others are of an earlier run
-        if self._watched and not any(isinstance(callback, PlateauSteps) for callback in _callbacks(self.trainer)):
-            raise MisconfigurationException(
-                f"{type(self._watched[0].scheduler).__name__} advances by a callback of {type(self).__name__}, which is not there."
-                " Let its configure_callbacks return [*super().configure_callbacks(), ...]."
-            )
         return configured
 
     configure_optimizers.is_read = True  # type: ignore[attr-defined]  # a mark
     return configure_optimizers
-
-
-def _callbacks(trainer: Any) -> list[Callback]:  # Lightning gives them no type
-    found: list[Callback] = trainer.callbacks
-    return found
 
 
 def _completed(module: AdvancesSchedulers, configured: Any) -> Any:

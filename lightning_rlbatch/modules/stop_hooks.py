@@ -4,18 +4,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_rlbatch.modules.own_hooks import KeepsOwnHooks
 from lightning_rlbatch.modules.swallowed_stops import require_whole_epoch, require_whole_fit, require_whole_validation
 from lightning_rlbatch.strategies.stopping import Result, StopAgreement
 
 
-class StopsTogether(pl.LightningModule):
+class StopsTogether(KeepsOwnHooks):
     """Stops all ranks after the same step, or in the same collection, whichever of them is told to stop; and never by mistake.
 
-    A subclass that overrides one of the hooks calls it.
+    A subclass that overrides one of the hooks calls it, or :class:`KeepsOwnHooks` does.
     """
 
     _stops: StopAgreement | None = None
