@@ -12,7 +12,7 @@ RECORDINGS = (".safetensors", ".jsonl", ".parquet")
 def check_engine(run: RunConfig) -> Findings:
     """Find what keeps the configured engine from serving the run, and what it is told in vain."""
     problems, value = load_pure("rollout.engine_problems"), run.model.given.get("rollout_engine", "")
-    if not isinstance(value, str | dict):
+    if not isinstance(value, str | dict) or run.model.given.get("rollout_engine") == "":
         text = f"`rollout_engine` must name a class, such as TransformersEngineConfig, but is {value!r}. Drop it to take the default."
         yield refused("rollout_engine", text=text)
     engine, size = run.engine, run.model.number("rollout_tensor_parallel_size") or 1

@@ -80,8 +80,12 @@ def _check_short_names(run: RunConfig) -> Findings:
         files = package.glob("rollout/engine_config.py" if name == "rollout_engine" else "functional/*.py")
         ours = {found for file in files for found in re.findall(r"^class ([A-Z]\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)}
         near = sorted(found for found in ours if found.lower().startswith(path.lower())) or difflib.get_close_matches(path, ours, 1, 0.8)
-        if near and path not in ours:
+        if path in ours:
+            continue
+        if near:
             yield refused(name, text=f"`{name}`: there is no class {path}. Did you mean {' or '.join(near)}?")
+        else:
+            yield note(name, text=f"`{name}`: this package has no class {path}. Is it one of yours, in the module of model or data?")
 
 
 def _check_positions(run: RunConfig) -> Findings:

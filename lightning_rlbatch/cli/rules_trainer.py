@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_rlbatch.cli.findings import Findings, note, refused, without_effect
-from lightning_rlbatch.cli.run_config import RunConfig
+from lightning_rlbatch.cli.run_config import RunConfig, load_pure
 
 _STRATEGIES = ("auto", "rlbatch_fsdp", "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true")
 _FOREIGN = ("fsdp", "deepspeed", "modelparallel", "model_parallel", "xla", "single_xla")
@@ -125,6 +125,13 @@ def _check_callbacks(run: RunConfig) -> Findings:
                 text="With async_save a link to the last checkpoint may move only when that is complete, but"
                 " ModelCheckpoint(save_last='link') moves it at once. Use RLBatchModelCheckpoint(save_last='link').",
             )
+        elif name == "ParityCheck" and given.get("lengths") == []:
+            yield refused("lengths", text="`lengths` of ParityCheck must hold at least one length.")
+        elif name == "TrainingDoctor" and isinstance(given.get("ignore"), list):
+            rules = load_pure("callbacks.doctor_rules").RULES
+            unknown = [rule for rule in given["ignore"] if rule not in rules]
+            if unknown:
+                yield refused("ignore", text=f"`ignore` of TrainingDoctor: there is no rule {unknown[0]!r}. Rules: {', '.join(rules)}.")
         elif name == "RolloutLogger" and given.get("file_format", "jsonl") != "jsonl" and given.get("dirpath") is None:
             yield refused(
                 "file_format", text=f"file_format={given['file_format']!r} has no effect without dirpath. Set dirpath, or drop it."

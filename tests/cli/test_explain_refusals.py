@@ -284,6 +284,8 @@ def test_callbacks_that_fit_refuses_are_refused():
     for name in _CALLBACKS:
         callback = {"class_path": f"lightning.pytorch.callbacks.{name}"}
         assert any(option == "callbacks" for _, option, _ in found({"callbacks": [callback]})), name
+    doctor = {"class_path": "lightning_rlbatch.callbacks.TrainingDoctor", "init_args": {"ignore": ["entropy"]}}
+    assert any("there is no rule 'entropy'. Rules: first_ratio, " in text for _, _, text in found({"callbacks": [doctor]}))
     timed = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"train_time_interval": "0:30:00"}}
     assert any("never saves by time" in text for _, _, text in found({"callbacks": [timed]}))
 
