@@ -11,7 +11,7 @@ _STRATEGIES = ("auto", "rlbatch_fsdp", "ddp", "ddp_spawn", "ddp_fork", "ddp_note
 _FOREIGN = ("fsdp", "deepspeed", "modelparallel", "model_parallel", "xla", "single_xla")
 _PRECISIONS = {16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
 _WITH_FSDP = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # Lightning's list for strategies of FSDP2
-_CALLBACKS = {
+CALLBACKS = {
     **dict.fromkeys(
         ("BackboneFinetuning", "BaseFinetuning"),
         "works on the module before its models are made, so that it would have no effect. Freeze parameters in build_models.",
@@ -105,8 +105,8 @@ def _check_precision(run: RunConfig) -> Findings:
 def _check_callbacks(run: RunConfig) -> Findings:
     for path, given in _callbacks(run):
         name = path.rpartition(".")[2]
-        if name in _CALLBACKS:
-            yield refused("callbacks", text=f"The callback {name} does not fit {run.model.name}: it {_CALLBACKS[name]}")
+        if name in CALLBACKS:
+            yield refused("callbacks", text=f"The callback {name} does not fit {run.model.name}: it {CALLBACKS[name]}")
         elif run.sharded and name in ("WeightAveraging", "EMAWeightAveraging"):
             yield refused(
                 "callbacks",

@@ -18,10 +18,13 @@ from lightning_rlbatch.cli import main
 from lightning_rlbatch.cli.explanation import explain
 from lightning_rlbatch.cli.rules_algorithms import check_algorithms, may_be_refused
 from lightning_rlbatch.cli.rules_batching import check_batching
+from lightning_rlbatch.cli.rules_names import check_names
+from lightning_rlbatch.cli.rules_progress import check_progress
 from lightning_rlbatch.cli.rules_ranges import check_ranges
-from lightning_rlbatch.cli.rules_trainer import _CALLBACKS
+from lightning_rlbatch.cli.rules_trainer import CALLBACKS, check_trainer
 from lightning_rlbatch.cli.rules_training import check_training
 from lightning_rlbatch.cli.run_config import run_config
+from lightning_rlbatch.cli.run_sizes import run_sizes
 from lightning_rlbatch.modules.callback_checks import _REASONS
 from lightning_rlbatch.modules.correction import RolloutCorrection
 
@@ -226,7 +229,9 @@ def found(trainer, *, data=None):
     content["trainer"] |= {"max_epochs": 10, "log_every_n_steps": 1, **trainer}
     if isinstance(content["trainer"]["strategy"], str):
         content["trainer"]["strategy"] = {"class_path": content["trainer"]["strategy"], "init_args": {}}
-    return [(finding.level, finding.options[0], finding.text) for finding in explain(run_config(content)).findings]
+    run = run_config(content)
+    rules = (check_names, check_trainer, check_progress, check_training)
+    return [(finding.level, finding.options[0], finding.text) for rule in rules for finding in rule(run)]
 
 
 VALIDATES = {"val_prompts": "tests/data/prompts.jsonl", "val_batch_size": 2}  # two steps
@@ -280,8 +285,8 @@ def test_a_quiet_trainer_is_told_nothing():
 
 
 def test_callbacks_that_fit_refuses_are_refused():
-    assert {kind.__name__ for kind in _REASONS} <= set(_CALLBACKS)
-    for name in _CALLBACKS:
+    assert {kind.__name__ for kind in _REASONS} <= set(CALLBACKS)
+    for name in CALLBACKS:
         callback = {"class_path": f"lightning.pytorch.callbacks.{name}"}
         assert any(option == "callbacks" for _, option, _ in found({"callbacks": [callback]})), name
     doctor = {"class_path": "lightning_rlbatch.callbacks.TrainingDoctor", "init_args": {"ignore": ["entropy"]}}
@@ -358,8 +363,10 @@ def test_a_large_file_is_read_in_part_within_seconds_and_that_is_said(folder, mo
 
 def test_nothing_that_stands_in_a_configuration_makes_explain_fail():
     for option in ("train_batch_size", "mini_batch_size", "rollouts_per_prompt", "ppo_epochs", "max_tokens_per_rank", "max_prompt_length"):
-        for value in ("word", True, [1], {"a": 1}, None, -1):
-            assert explain(run_config(config(data={option: value}))).refused
+        for value in ("word", True, [1], None, -1):
+            run = run_config(config(data={option: value}))
+            assert run_sizes(run) is None or option.startswith("max")
+            assert refused_by(config(data={option: value}), check_names, check_ranges, check_batching)
 
 
 @pytest.mark.parametrize(
