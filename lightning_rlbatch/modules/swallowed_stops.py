@@ -5,6 +5,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lightning_rlbatch.modules.schedulers import PlateauSteps
+
 
 def require_whole_epoch(trainer: "pl.Trainer") -> None:
     """Refuse the end of an epoch inside of a batch; call it when the training epoch ends.
@@ -63,7 +65,9 @@ def require_whole_fit(trainer: "pl.Trainer") -> None:
 
 def _swallowed(trainer: Any, hooks: tuple[str, ...], batch: int | None = None) -> RuntimeError:
     def has_one(callback: Any) -> bool:
-        return any(getattr(type(callback), hook, None) is not getattr(Callback, hook, None) for hook in hooks)
+        return not isinstance(callback, PlateauSteps) and any(  # which is ours, and reads no iterator
+            getattr(type(callback), hook, None) is not getattr(Callback, hook, None) for hook in hooks
+        )
 
     callbacks = ", ".join(sorted({type(callback).__name__ for callback in trainer.callbacks if has_one(callback)}))
     where = " or ".join(hooks) + ("" if batch is None else f" of batch {batch}")
