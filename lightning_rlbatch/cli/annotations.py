@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_rlbatch.cli.definitions import definition
 from lightning_rlbatch.cli.imports import is_import_path
-from lightning_rlbatch.cli.signatures import class_source, definition
+from lightning_rlbatch.cli.signatures import class_source
 
 _WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
 _LISTS = ("list", "List", "Sequence", "Iterable", "Collection", "set", "tuple", "Tuple")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning_rlbatch
+from lightning_rlbatch.cli.definitions import function_source
 from lightning_rlbatch.cli.findings import Findings, note, refused
 from lightning_rlbatch.cli.imports import NO_MODULE, changes_imports, import_problem, is_import_path, module_exists
 from lightning_rlbatch.cli.pretrained_names import cached_folder, hub_cache, near_names
 from lightning_rlbatch.cli.prompt_files import GIVEN, prompt_files, read_prompt_file
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
-from lightning_rlbatch.cli.signatures import function_source
 
 _HOLD_A_CLASS = ("advantage", "kl_reward", "policy_loss", "rollout_correction")  # given as a path alone, or with init_args
 FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")

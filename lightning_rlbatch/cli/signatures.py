@@ -4,11 +4,10 @@ import ast
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning_rlbatch
-from lightning_rlbatch.cli.imports import find_part
+from lightning_rlbatch.cli.module_sources import imported_names, module_tree
 
 REQUIRED = object()
 """Default of an option that has none."""
@@ -93,7 +92,7 @@ def _base(module: str, expression: ast.expr) -> ClassSource | None:
     name = ast.unparse(expression).partition("[")[0]
     alias, _, attribute = name.rpartition(".")
     if alias:
-        target = _imports(module).get(alias)
+        target = imported_names(module).get(alias)
         found = _find(".".join(filter(None, target)), attribute, frozenset()) if target else None
     else:
         found = _find(module, name, frozenset())
@@ -156,10 +155,10 @@ def _value(module: str, expression: ast.expr) -> Any:
         pass
     if not isinstance(expression, ast.Name):
         return UNKNOWN
-    for node in getattr(_tree(module), "body", []):
+    for node in getattr(module_tree(module), "body", []):
         if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == expression.id for target in node.targets):
             return _value(module, node.value)
-    target = _imports(module).get(expression.id)
+    target = imported_names(module).get(expression.id)
     return UNKNOWN if target is None or not target[1] or target[0] == module else _value(target[0], ast.Name(target[1]))
 
 
@@ -173,7 +172,7 @@ def literal_values(module: str, name: str) -> tuple[Any, ...] | None:
     Returns:
         None if there is no such alias.
     """
-    tree = _tree(module)
+    tree = module_tree(module)
     for node in [] if tree is None else tree.body:
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -182,79 +181,13 @@ def literal_values(module: str, name: str) -> tuple[Any, ...] | None:
                 return None
             found = ast.literal_eval(value.slice)
             return found if isinstance(found, tuple) else (found,)
-    target = _imports(module).get(name)
+    target = imported_names(module).get(name)
     return None if target is None or not target[1] or target[0] == module else literal_values(*target)
-
-
-def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.expr] | None:
-    """Return what a name of an annotation stands for, and the module that says so: a class, or the right side of an alias.
-
-    Args:
-        module: In which the name is used.
-        name: Without its module.
-
-    Returns:
-        None if the source does not tell, as for names of ``typing``.
-    """
-    tree = _tree(module)
-    if tree is None or module.partition(".")[0] in ("typing", "typing_extensions", "collections"):
-        return None
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return module, node
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-            return None if value is None else (module, value)
-    target = _imports(module).get(name)
-    return None if target is None or not target[1] or target[0] == module else definition(*target)
-
-
-@dataclass(frozen=True)
-class FunctionSource:
-    """What is known of a function from its text.
-
-    Attributes:
-        required: Arguments without a default.
-        takes_any: Whether it takes arguments of any name.
-    """
-
-    required: tuple[str, ...]
-    takes_any: bool
-
-
-def function_source(path: str) -> FunctionSource | None:
-    """Find a function.
-
-    Args:
-        path: Import path.
-
-    Returns:
-        None if it is none, or not written as one, or its source cannot be found.
-    """
-    module, _, name = path.rpartition(".")
-    for _ in range(5):  # re-exports
-        tree = _tree(module)
-        for node in [] if tree is None else tree.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
-                arguments = node.args
-                positional = [*arguments.posonlyargs, *arguments.args]
-                required = positional[: len(positional) - len(arguments.defaults)]
-                required += [argument for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults) if default is None]
-                return FunctionSource(tuple(argument.arg for argument in required), arguments.kwarg is not None)
-        target = _imports(module).get(name) if tree is not None else None
-        if target is None or not target[1] or target[0] == module:
-            return None
-        module, name = target
-    return None
-
-
-# -- modules -----------------------------------------------------------------------------------------------------------------------
 
 
 def _find(module: str, name: str, seen: frozenset[str]) -> tuple[str, ast.ClassDef] | None:
     """Return the module that defines a class, and its node; follows re-exports."""
-    tree = _tree(module)
+    tree = module_tree(module)
     if tree is None or f"{module}.{name}" in seen:
         return None
     for node in tree.body:
@@ -262,60 +195,7 @@ def _find(module: str, name: str, seen: frozenset[str]) -> tuple[str, ast.ClassD
             return module, node
     if module == "lightning_rlbatch" and lightning_rlbatch._HOMES.get(name):
         return _find(f"{module}.{lightning_rlbatch._HOMES[name]}", name, seen | {f"{module}.{name}"})
-    target = _imports(module).get(name)
+    target = imported_names(module).get(name)
     if target is None or not target[1]:
         return None
     return _find(target[0], target[1], seen | {f"{module}.{name}"})
-
-
-@functools.cache
-def _imports(module: str) -> dict[str, tuple[str, str]]:
-    """Map local names to (module, attribute); the attribute of an imported module is empty."""
-    tree = _tree(module)
-    file = module_file(module)
-    names: dict[str, tuple[str, str]] = {}
-    if tree is None or file is None:
-        return names
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
-            source = ".".join(filter(None, [base, node.module or ""]))
-            names |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
-    return names
-
-
-@functools.cache
-def _tree(module: str) -> ast.Module | None:
-    file = module_file(module)
-    try:
-        return None if file is None else ast.parse(file.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError):  # the run says so when it imports the module; so does `import_problem`
-        return None
-
-
-@functools.cache
-def module_file(module: str) -> Path | None:
-    """Return the source file of a module without importing it or its packages.
-
-    Args:
-        module: Absolute name.
-
-    Returns:
-        None if there is no such module, or it is not Python source.
-    """
-    search: list[str] | None = None
-    origin = None
-    parts = module.split(".")
-    for depth in range(len(parts)):
-        spec = find_part(".".join(parts[: depth + 1]), search)
-        if spec is None:
-            return None
-        origin = spec.origin
-        search = list(spec.submodule_search_locations or [])
-        if depth < len(parts) - 1 and not search:
-            return None
-    return Path(origin) if origin is not None and origin.endswith(".py") else None
