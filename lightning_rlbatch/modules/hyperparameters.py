@@ -53,8 +53,9 @@ def hyperparameters(module: Any, frame: FrameType | None) -> tuple[dict[str, Any
 
 
 def _defines(kind: type, name: str) -> bool:
-    """Whether a class defines what an argument of that name would say, as a method ``policy_loss`` does."""
-    return callable(inspect.getattr_static(kind, name, None))
+    """Whether a class defines what an argument of that name would say, as a method ``policy_loss`` does; not what Lightning defines."""
+    base = next((base for base in kind.__mro__ if name in vars(base)), object)
+    return callable(inspect.getattr_static(kind, name, None)) and not base.__module__.startswith(("lightning.", "torch."))
 
 
 def required_arguments(kind: type) -> set[str]:

@@ -74,9 +74,9 @@ def test_what_has_no_import_path_is_passed_again(tmp_path):
 
 
 class OwnLoss(PPOModule):
-    def __init__(self, scale=2.0, **kwargs):
+    def __init__(self, scale=2.0, freeze=False, **kwargs):
         super().__init__(**kwargs)
-        self.scale = scale
+        self.scale, self.is_frozen = scale, freeze  # `freeze` is also a method of every LightningModule
 
     def policy_loss(self, log_probs, old_log_probs, advantages, response_mask, cu_seqlens):
         return -self.scale * advantages * log_probs
@@ -93,12 +93,15 @@ def saved(module, path):
 
 def test_arguments_that_are_not_recorded_are_named_and_those_that_have_no_effect_are_not_recorded(tmp_path):
     path = tmp_path / "module.ckpt"
-    arguments = saved(OwnLoss(scale=3.0, policy=tiny_llama, reward_functions=[lambda completions: [0.0] * len(completions)]), path)
+    arguments = saved(
+        OwnLoss(scale=3.0, freeze=True, policy=tiny_llama, reward_functions=[lambda completions: [0.0] * len(completions)]), path
+    )
     assert "policy_loss" not in arguments
     for kind in (OwnLoss, PPOModule):
         with pytest.raises(TypeError, match=f"does not hold reward_functions, which {kind.__name__} needs"):
             load(kind, path)
-    assert load(OwnLoss, path, reward_functions=[length_reward]).scale == 3.0
+    loaded = load(OwnLoss, path, reward_functions=[length_reward])
+    assert (loaded.scale, loaded.is_frozen) == (3.0, True)
     saved(PPOModule(tiny_llama, [length_reward], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)), path)
     with pytest.warns(UserWarning, match=r"optimizer: what the run had could not be recorded, so PPOModule has the default"):
         load(PPOModule, path)
