@@ -40,6 +40,17 @@ def misfit(annotation: str, module: str, value: Any) -> str | None:
     return " or ".join(dict.fromkeys(_words(node, module)))
 
 
+def is_known(path: str) -> bool:
+    """Say whether a class is made of its arguments alone, as those of this package, Lightning and torch are.
+
+    Others may read what stands for them in ways of their own: paths, enumerations, validated models.
+
+    Args:
+        path: Of the class or its module.
+    """
+    return path.partition(".")[0] in ("lightning_rlbatch", "lightning", "torch")
+
+
 def _fits(node: ast.expr, module: str, value: Any) -> bool:
     if isinstance(node, ast.Constant):
         return value is None if node.value is None else _fits(ast.parse(str(node.value), mode="eval").body, module, value)
@@ -58,7 +69,7 @@ def _fits(node: ast.expr, module: str, value: Any) -> bool:
     if found is None:
         return True
     if isinstance(found[1], ast.ClassDef):
-        return _names_an_object(value, f"{found[0]}.{found[1].name}")
+        return not is_known(found[0]) or _names_an_object(value, f"{found[0]}.{found[1].name}")
     return _fits(found[1], found[0], value)
 
 

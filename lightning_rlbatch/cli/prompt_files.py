@@ -10,6 +10,7 @@ from lightning_rlbatch.cli.run_config import load_pure
 
 MOST_BYTES = 32 * 2**20  # read of a file, so that explain answers within seconds
 TOLD = ("prompts", "completions", "completion_ids")  # what reward functions are given beside columns, and which no column may hide
+_NO_TEXT = ("int", "uint", "float", "double", "halffloat", "bool", "null", "decimal", "date", "time")  # types of Parquet columns
 GIVEN = (*TOLD, "log_metric", "log_extra", "trainer_state")
 
 
@@ -129,9 +130,7 @@ def _read_parquet(file: Path) -> PromptFile:
     problem = hidden_column(str(file), columns)
     if "prompt" not in columns:
         problem = f"{file} has no column 'prompt'; it has {', '.join(map(repr, columns)) or 'none'}. Rename one of them, or add it."
-    elif str(kind := content.schema_arrow.field("prompt").type) not in ("string", "large_string", "string_view") and "struct" not in str(
-        kind
-    ):
+    elif str(kind := content.schema_arrow.field("prompt").type).startswith(_NO_TEXT):
         problem = f"{file}: column 'prompt' must hold text, or lists of messages, but holds {kind}."
     elif not number:
         problem = f"{file} has no rows: it is empty."

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_rlbatch.cli.annotations import misfit
+from lightning_rlbatch.cli.annotations import is_known, misfit
 from lightning_rlbatch.cli.config_file import ConfigFileError
 from lightning_rlbatch.cli.findings import Findings, note, refused
 from lightning_rlbatch.cli.run_config import RunConfig, Section
@@ -110,7 +110,7 @@ def _check_part(run: RunConfig, value: Any) -> Findings:
     """Find misspelt options and values of the wrong type of a class that an option holds, such as a policy loss or a callback."""
     path, given = (value.get("class_path"), value.get("init_args")) if isinstance(value, dict) else (None, None)
     source = part_source(path) if isinstance(path, str) else None
-    if source is None or source.options is None:
+    if source is None or source.options is None or not is_known(source.path):
         return
     name = str(path).rpartition(".")[2]
     given = given if isinstance(given, dict) else {}

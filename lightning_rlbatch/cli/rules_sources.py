@@ -151,7 +151,7 @@ def _check_columns(run: RunConfig) -> Findings:
         function = function_source(path) if isinstance(path, str) and is_import_path(path) else None
         for name in ("train_prompts", "val_prompts"):
             files = [read_prompt_file(file) for file in prompt_files(run.data.given.get(name))]
-            if function is None or not files or any(file.problem is not None for file in files):
+            if function is None or not files or any(file.num_rows is None for file in files):
                 continue
             columns = frozenset().union(*(file.columns for file in files)) - {"prompt"}
             missing = [argument for argument in function.required if argument not in (*columns, *GIVEN)]

@@ -369,6 +369,24 @@ def test_nothing_that_stands_in_a_configuration_makes_explain_fail():
             assert refused_by(config(data={option: value}), check_names, check_ranges, check_batching)
 
 
+def test_types_of_a_users_own_are_his_own_business(folder):
+    (folder / "own_types.py").write_text(
+        "import enum\nfrom pathlib import Path\nfrom typing import NamedTuple, TypedDict\nfrom lightning_rlbatch import RolloutDataModule\n"
+        "class Colour(enum.Enum):\n    RED = 1\nclass Pair(NamedTuple):\n    a: int\n    b: int\nclass Named(TypedDict):\n    a: int\n"
+        "class Data(RolloutDataModule):\n"
+        "    def __init__(self, file: Path, colour: Colour, pair: Pair, named: Named, number: int = 3, **kwargs):\n"
+        "        super().__init__(**kwargs)\n"
+    )
+    content = config(
+        data={"file": "a/b.txt", "colour": "RED", "pair": [1, 2], "named": {"a": 1, "z": 2}, "train_prompts": "own_types.rows"}
+    )
+    content["data"]["class_path"] = "own_types.Data"
+    texts = refused(content)
+    assert [text for text in texts if "own_types` has no `rows`" not in text] == []
+    content["data"]["init_args"]["number"] = "many"
+    assert "`number` must be an integer but is 'many'." in refused(content)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
