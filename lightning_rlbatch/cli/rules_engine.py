@@ -30,7 +30,7 @@ def check_engine(run: RunConfig) -> Findings:
     if engine.name == "VLLMEngineConfig":
         yield from _check_vllm(run, size)
     if run.kind == "replay":
-        for name in ("top_k", "top_p", "rollout_engine", "validation_temperature"):
+        for name in ("top_k", "top_p", "stop_token_ids", "rollout_engine", "validation_temperature"):
             if run.model.changed(name):
                 yield without_effect(name, "recorded rollouts are replayed: nothing is generated.")
     elif run.data.get("val_prompts") is None:

@@ -7,7 +7,7 @@ from typing import TypeAlias, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_rlbatch.data.sources import import_callable
 from lightning_rlbatch.models.pretrained import require_pretrained
@@ -99,6 +99,22 @@ def pretrained_name(source: ModelSource) -> str | None:
     if not isinstance(source, str):
         return None
     return source if import_callable(source) is None else None
+
+
+def pretrained_ends(source: ModelSource) -> list[int]:
+    """Return the tokens that end a completion by the ``generation_config.json`` of a pretrained model.
+
+    Args:
+        source: See ``ModelSource``. There are none for a function's model, whose configuration has numbers that nobody chose.
+    """
+    name = pretrained_name(source)
+    if name is None:
+        return []
+    try:
+        ends = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # there is no such file
+        return []
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def _without_weights(source: str, dtype: torch.dtype) -> object:

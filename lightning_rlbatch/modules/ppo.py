@@ -69,6 +69,8 @@ class PPOModule(PPOCollection):
         temperature: Sampling temperature; log-probs are computed at it too.
         top_k: Sample among the ``top_k`` likeliest tokens; 0 switches it off.
         top_p: Sample among the likeliest tokens of this total probability; 1 switches it off.
+        stop_token_ids: Tokens that end a completion, beside the tokenizer's end token. None takes those that a pretrained policy's
+            ``generation_config.json`` names: chat models often end their turns with another token than their texts.
         validation_temperature: Temperature of validation; 0 is greedy. None takes ``temperature``.
         answer_function: Finds the answers that validation's rollouts of a prompt vote for: called like a reward function, it returns the
             answer of each completion (or None). None takes the whole text.
@@ -117,6 +119,7 @@ class PPOModule(PPOCollection):
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        stop_token_ids: list[int] | None = None,
         validation_temperature: float | None = None,
         answer_function: AnswerFunction | None = None,
         rollout_engine: EngineConfig = TransformersEngineConfig(),
@@ -158,6 +161,7 @@ class PPOModule(PPOCollection):
         self.value_clip = value_clip
         self.sampling_options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self.temperature = temperature
+        self.stop_token_ids = stop_token_ids
         self.validation_temperature = temperature if validation_temperature is None else validation_temperature
         self.answer_function = answer_function
         self.rollout_engine_config = rollout_engine

@@ -17,6 +17,7 @@ from lightning_rlbatch.functional.kl import KLKind
 from lightning_rlbatch.functional.packing import PackedBatch
 from lightning_rlbatch.modules.adapters import adapters_off
 from lightning_rlbatch.modules.collection import RolloutCollector, score_rollouts
+from lightning_rlbatch.modules.model_sources import pretrained_ends
 from lightning_rlbatch.modules.ppo_roles import PPORoles
 from lightning_rlbatch.modules.preparation import SAMPLED_MASK, RolloutPreparation, data_parallel_peers
 from lightning_rlbatch.modules.rewards import RewardFunction, call_rewards
@@ -41,6 +42,7 @@ class PPOCollection(PPORoles):
     overlong_buffer: int | None
     overlong_factor: float
     max_sampling_rounds: int
+    stop_token_ids: list[int] | None
     environment: Environment | None
     max_turns: int | None
     _collection_metrics: dict[str, float]
@@ -135,8 +137,11 @@ class PPOCollection(PPORoles):
     def sampling(self, prompts: PromptBatch, *, temperature: float | None = None) -> SamplingParams:
         """Return how completions of these prompts are drawn."""
         eos = prompts.tokenizer.eos_token_id
+        if self.stop_token_ids is None:
+            self.stop_token_ids = pretrained_ends(self.policy_source)
+        ends = dict.fromkeys([*([] if eos is None else [eos]), *self.stop_token_ids])
         options = self.sampling_options | ({} if temperature is None else {"temperature": temperature})
-        return SamplingParams(max_new_tokens=prompts.max_response_length, stop_token_ids=() if eos is None else (eos,), **options)
+        return SamplingParams(max_new_tokens=prompts.max_response_length, stop_token_ids=tuple(ends), **options)
 
     def compute_rewards(
         self,

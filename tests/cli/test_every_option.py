@@ -126,6 +126,7 @@ TRIED = {
         "temperature": {"temperature": 0.5},
         "top_k": {"top_k": 2},
         "top_p": {"top_p": 0.3},
+        "stop_token_ids": {"stop_token_ids": [5, 7]},
         "validation_temperature": {"validation_temperature": 0.0, **VALIDATION},
         "answer_function": "modules/test_validation.py::test_rollouts_vote_for_the_answers_that_a_function_finds_on_any_number_of_ranks",
         "rollout_engine": {"rollout_engine": rollout.TransformersEngineConfig(max_batch_size=2)},

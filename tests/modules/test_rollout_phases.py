@@ -5,12 +5,14 @@ import itertools
 import pytest
 import torch
 from hand_made import ScriptedEngine, ScriptedPPO, prompts, varied_reward
-from helpers import ToyTokenizer, make_trainer, tiny_llama
+from helpers import EOS, ToyTokenizer, make_trainer, tiny_llama
 from transformers import LlamaForCausalLM
 
 from lightning_rlbatch.callbacks import RolloutCallback
 from lightning_rlbatch.data import RolloutDataModule
+from lightning_rlbatch.data.prompts import PromptBatch
 from lightning_rlbatch.functional import ReMax
+from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.testing import run_distributed
 
 SIZES = {"train_batch_size": 2, "mini_batch_size": 2, "rollouts_per_prompt": 2, "max_prompt_length": 1, "max_response_length": 7}
@@ -209,3 +211,22 @@ def returned(totals, by_name):
 )
 def test_wrong_rewards_of_a_modules_own_are_refused_with_their_numbers(totals, by_name, words):
     assert words in returned(totals, by_name)
+
+
+def test_a_completion_ends_where_the_configuration_of_a_pretrained_policy_says_or_where_the_user_does(tmp_path):
+    model = tiny_llama()
+    model.generation_config.eos_token_id = [EOS, 9]
+    model.save_pretrained(tmp_path)
+    batch = PromptBatch(["a"], [[3]], [{}], [0], 1, 7, ToyTokenizer(), 0)
+
+    def ends(policy, **options):
+        return PPOModule(policy, [varied_reward], **options).sampling(batch).stop_token_ids
+
+    assert ends(str(tmp_path)) == (EOS, 9)
+    assert ends(str(tmp_path), stop_token_ids=[]) == (EOS,)
+    assert ends(str(tmp_path), stop_token_ids=[7, EOS]) == (EOS, 7)
+    assert ends(lambda: model) == (EOS,)
+    (tmp_path / "generation_config.json").unlink()
+    assert ends(str(tmp_path)) == (EOS,)
+    with pytest.raises(ValueError, match="stop_token_ids to be numbers of tokens, at least 0, but got -1"):
+        ends("a", stop_token_ids=[-1])
