@@ -57,6 +57,11 @@ class CheckpointingStrategy(ModelParallelStrategy):
         """Whether a rank has failed, so that no collective can succeed any more."""
         return self.failure_report is not None and self.failure_report.collectives_are_lost
 
+    def pass_point(self) -> None:
+        """Count a point of the run that all ranks pass in the same order."""
+        if self.failure_report is not None:
+            self.failure_report.position += 1
+
     @override
     def barrier(self, name: str | None = None) -> None:
         if self.collectives_are_lost:
@@ -71,6 +76,10 @@ class CheckpointingStrategy(ModelParallelStrategy):
         assert self.model is not None
         if self.collectives_are_lost:
             return {}
+        if self.failure_report is not None:
+            self.failure_report.come_together(
+                "a checkpoint is made by all of them. Call trainer.save_checkpoint on every rank, not only where is_global_zero is True."
+            )
         self.finish_saves()  # before a second copy of everything is made
         if self._save_distributed_checkpoint:
             return sharded_model_state(self.model)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ _LOST = re.compile(
     r"|Another rank was lost"
 )
 _NOTE, _SEEN, _SURVIVOR, _OVER, _CLOSED = "failure", "seen", "survivor", "over", "closed"
+_COME, _ASKED, _POSITION = "come", "asked", "position"
+_SILENCE = 5.0  # seconds after which a rank that tells its position once a second is taken for lost
 _TORCH = Path(dist.__file__).parent.parent
 
 
@@ -73,6 +76,8 @@ class FailureReport:
         self.patience = patience
         self.grace = grace
         self.collectives_are_lost = False
+        self.position = 0  # counts points of a run that all ranks pass in the same order; see `come_together`
+        self._num_meetings = 0
         # Holds the store alive too: rank 0 serves it to the others when its own groups are gone.
         self._base = cast(Any, distributed_c10d._get_default_store())
         self._token = f"rlbatch/{token}"
@@ -123,6 +128,8 @@ class FailureReport:
                 if store.check([_OVER]):
                     self._count(store, _CLOSED)
                     return
+                if store.check([_ASKED]):
+                    store.set(f"{_POSITION}/{self.rank}", f"{self.position} {time.monotonic()}")
             except RuntimeError:
                 if _is_gone(self._base):
                     self._end_process("Rank 0 was lost: it ended without an error of its own, or was killed.")
@@ -155,6 +162,47 @@ class FailureReport:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         arrived.wait()
+
+    def come_together(self, what: str, *, patience: float = 30.0) -> None:
+        """Wait until all ranks have come to something that they can only do together, without a collective; give up if one went past.
+
+        A rank that goes into the next collective alone, while the others are in this one, leaves all of them waiting. A rank may be late
+        for as long as it likes; if one is not heard of any more, the collective that follows has to tell.
+
+        Args:
+            what: What they do, and who should call it, for the message.
+            patience: Seconds after which a rank that waits behind the end of the run says so, and goes on.
+
+        Raises:
+            RuntimeError: Another rank has passed a later point of the run.
+            PeerFailedError: Another rank failed.
+        """
+        self._num_meetings += 1
+        key, start, pause = f"{_COME}/{self._num_meetings}", time.monotonic(), 1e-3
+        heard: dict[int, tuple[str, float]] = {}  # what each rank said last, and when it said something new
+        self._store.add(key, 1)
+        while self._store.add(key, 0) < self.world_size:
+            if self._note is not None:
+                raise PeerFailedError(self._note)
+            time.sleep(pause)
+            pause, now = min(2 * pause, 0.1), time.monotonic()
+            if self._ended.is_set() and now > start + patience:
+                warnings.warn(f"Rank {self.rank} has waited {patience:.0f} s for the others: {what}", stacklevel=2)
+                return
+            if self._ended.is_set() or now < start + 1.0:
+                continue
+            self._store.set(_ASKED, "")
+            for rank in set(range(self.world_size)) - {self.rank}:
+                said = self._said_by(rank)
+                heard[rank] = (said, now) if rank not in heard or heard[rank][0] != said else heard[rank]
+                if int(said.partition(" ")[0]) > self.position:
+                    raise RuntimeError(f"Rank {self.rank} waits for all ranks, but rank {rank} has gone past this point: {what}")
+            if any(now - when > _SILENCE for _, when in heard.values()):
+                return
+
+    def _said_by(self, rank: int) -> str:
+        key = f"{_POSITION}/{rank}"
+        return str(self._store.get(key), errors="replace") if self._store.check([key]) else "0"
 
     def translate(self, error: BaseException) -> BaseException:
         """Return the error that this rank should raise: its own, or the one that another rank left a note of.

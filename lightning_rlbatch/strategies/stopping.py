@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rlbatch.distributed.reductions import all_reduce_max
 from lightning_rlbatch.strategies.access import meshes_of
+from lightning_rlbatch.strategies.fsdp import RLBatchFSDPStrategy
 from lightning_rlbatch.strategies.interrupting import StopWatch, is_stop
 
 Result = TypeVar("Result")
@@ -91,6 +92,8 @@ class StopAgreement:
 
     def agree(self) -> None:
         """Stop everywhere if one rank stops; collective over all ranks."""
+        if isinstance(self.trainer.strategy, RLBatchFSDPStrategy):
+            self.trainer.strategy.pass_point()
         wanted = {"should_stop": float(self.trainer.should_stop)}
         wanted |= {f"signal {int(number)}": float(number in self._received) for number in self._handlers}
         agreed = all_reduce_max(wanted, self._group)

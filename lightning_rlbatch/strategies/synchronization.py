@@ -74,6 +74,11 @@ class SynchronizingStrategy(CheckpointingStrategy):
             require_same_gradients(self.model, self._world_group)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.pass_point()
+        return super().training_step(*args, **kwargs)
+
     # -- steps of a module's own: Lightning's loops take a StopIteration for the end of the data ----------------------------------------
 
     @override

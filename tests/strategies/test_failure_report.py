@@ -113,6 +113,20 @@ def rank_one_has_more_to_do(rank, report, group):
     return "done"
 
 
+def rank_zero_alone_saves(rank, report, group):
+    if rank == 0:
+        report.come_together("all of them save.")
+    report.position += 1
+    report.meet(group)
+
+
+def rank_one_is_late(rank, report, group):
+    if rank == 1:
+        time.sleep(2.5)
+    report.come_together("all of them save.")
+    return "saved"
+
+
 def test_ranks_end_with_the_cause_whatever_their_main_threads_wait_for(tmp_path):
     cases = [
         rank_zero_is_killed,
@@ -121,6 +135,8 @@ def test_ranks_end_with_the_cause_whatever_their_main_threads_wait_for(tmp_path)
         rank_one_fails_while_rank_zero_waits_in_native_code,
         rank_one_fails_before_it_meets,
         rank_one_has_more_to_do,
+        rank_zero_alone_saves,
+        rank_one_is_late,
     ]
     said = two_ranks(tmp_path, {case.__name__: case for case in cases})
     ends = "Rank {} ends because another one failed and it cannot go on.\n"
@@ -134,3 +150,7 @@ def test_ranks_end_with_the_cause_whatever_their_main_threads_wait_for(tmp_path)
     assert said[case, 0].startswith(ends.format(0) + "Rank 1 failed: KeyError: 'boom'")
     assert said["rank_one_fails_before_it_meets", 0].startswith("PeerFailedError: Rank 1 failed: KeyError: 'boom'")
     assert [said["rank_one_has_more_to_do", rank] for rank in range(2)] == ["done", "done"]
+    reason = "RuntimeError: Rank 0 waits for all ranks, but rank 1 has gone past this point: all of them save."
+    assert said["rank_zero_alone_saves", 0] == reason
+    assert said["rank_zero_alone_saves", 1].startswith(f"PeerFailedError: Rank 0 failed: {reason}")
+    assert [said["rank_one_is_late", rank] for rank in range(2)] == ["saved", "saved"]
