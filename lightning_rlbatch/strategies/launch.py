@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from typing_extensions import override
 
-from lightning_rlbatch.strategies.failure import Guarded
+from lightning_rlbatch.strategies.guarded import Guarded
 from lightning_rlbatch.strategies.state import full_model_state
 
 if TYPE_CHECKING:

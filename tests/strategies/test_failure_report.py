@@ -10,7 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_rlbatch.strategies.failure import FailureReport, Guarded
+from lightning_rlbatch.strategies.failure import FailureReport
+from lightning_rlbatch.strategies.guarded import Guarded
 from lightning_rlbatch.testing.distributed import free_port
 
 GRACE = 0.5  # seconds that a rank gets to end by itself
