@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import lightning_rlbatch
-from lightning_rlbatch.cli.module_sources import imported_names, module_tree
+from lightning_rlbatch.cli.definitions import definition, statement_of
+from lightning_rlbatch.cli.module_sources import module_source
 
 REQUIRED = object()
 """Default of an option that has none."""
@@ -51,7 +51,6 @@ class ClassSource:
     options: dict[str, Option] | None
 
 
-@functools.cache
 def class_source(path: str) -> ClassSource | None:
     """Find a class.
 
@@ -64,8 +63,7 @@ def class_source(path: str) -> ClassSource | None:
     if "." not in path:
         path = f"lightning_rlbatch.{path}"
     module, _, name = path.rpartition(".")
-    found = _find(module, name, frozenset())
-    return None if found is None else _describe(*found)
+    return _class_named(module, name)
 
 
 def part_source(path: str) -> ClassSource | None:
@@ -82,6 +80,12 @@ def part_source(path: str) -> ClassSource | None:
     return next(filter(None, (class_source(f"lightning_rlbatch.{home}.{path}") for home in _HOMES_OF_PARTS)), None)
 
 
+def _class_named(module: str, name: str) -> ClassSource | None:
+    found = statement_of(module, name)
+    return None if found is None or not isinstance(found[1], ast.ClassDef) else _describe(found[0].module, found[1])
+
+
+@functools.cache  # a node stands for the text of its file in one state
 def _describe(module: str, node: ast.ClassDef) -> ClassSource:
     bases = [base for base in (_base(module, expression) for expression in node.bases) if base is not None]
     ancestors = frozenset([node.name]).union(*(base.ancestors for base in bases))
@@ -91,12 +95,11 @@ def _describe(module: str, node: ast.ClassDef) -> ClassSource:
 def _base(module: str, expression: ast.expr) -> ClassSource | None:
     name = ast.unparse(expression).partition("[")[0]
     alias, _, attribute = name.rpartition(".")
-    if alias:
-        target = imported_names(module).get(alias)
-        found = _find(".".join(filter(None, target)), attribute, frozenset()) if target else None
-    else:
-        found = _find(module, name, frozenset())
-    return None if found is None else _describe(*found)
+    if not alias:
+        return _class_named(module, name)
+    source = module_source(module)
+    target = None if source is None else source.imports.get(alias)
+    return _class_named(".".join(filter(None, target)), attribute) if target else None
 
 
 def _options(module: str, node: ast.ClassDef, bases: list[ClassSource]) -> dict[str, Option] | None:
@@ -153,13 +156,8 @@ def _value(module: str, expression: ast.expr) -> Any:
         return ast.literal_eval(expression)
     except ValueError:
         pass
-    if not isinstance(expression, ast.Name):
-        return UNKNOWN
-    for node in getattr(module_tree(module), "body", []):
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == expression.id for target in node.targets):
-            return _value(module, node.value)
-    target = imported_names(module).get(expression.id)
-    return UNKNOWN if target is None or not target[1] or target[0] == module else _value(target[0], ast.Name(target[1]))
+    found = definition(module, expression.id) if isinstance(expression, ast.Name) else None
+    return UNKNOWN if found is None or isinstance(found[1], ast.ClassDef) else _value(found[0], found[1])
 
 
 def literal_values(module: str, name: str) -> tuple[Any, ...] | None:
@@ -172,30 +170,9 @@ def literal_values(module: str, name: str) -> tuple[Any, ...] | None:
     Returns:
         None if there is no such alias.
     """
-    tree = module_tree(module)
-    for node in [] if tree is None else tree.body:
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            if not isinstance(value, ast.Subscript) or not ast.unparse(value.value).endswith("Literal"):
-                return None
-            found = ast.literal_eval(value.slice)
-            return found if isinstance(found, tuple) else (found,)
-    target = imported_names(module).get(name)
-    return None if target is None or not target[1] or target[0] == module else literal_values(*target)
-
-
-def _find(module: str, name: str, seen: frozenset[str]) -> tuple[str, ast.ClassDef] | None:
-    """Return the module that defines a class, and its node; follows re-exports."""
-    tree = module_tree(module)
-    if tree is None or f"{module}.{name}" in seen:
+    found = definition(module, name)
+    value = None if found is None else found[1]
+    if not isinstance(value, ast.Subscript) or not ast.unparse(value.value).endswith("Literal"):
         return None
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return module, node
-    if module == "lightning_rlbatch" and lightning_rlbatch._HOMES.get(name):
-        return _find(f"{module}.{lightning_rlbatch._HOMES[name]}", name, seen | {f"{module}.{name}"})
-    target = imported_names(module).get(name)
-    if target is None or not target[1]:
-        return None
-    return _find(target[0], target[1], seen | {f"{module}.{name}"})
+    values = ast.literal_eval(value.slice)
+    return values if isinstance(values, tuple) else (values,)

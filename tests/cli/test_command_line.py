@@ -288,6 +288,10 @@ MODULES = {
     "only_path.py": "import sys\nsys.path.append('hidden')\n",
     "around/__init__.py": "import site\nsite.addsitedir('hidden')\n",
     "around/inner.py": "import deep\ndef reward(completions): ...\n",
+    "within/__init__.py": "from .paths import *\nfrom . import deeper\n",
+    "within/paths.py": "",
+    "within/deeper.py": "import sys\nsys.path.append('hidden')\n",
+    "within/inner.py": "import deep\ndef reward(completions): ...\n",
     "made_names.py": "first, second = [len, len]\nfor last in (): pass\nglobals().update(made=len)\n",
     "some_names.py": "first, second = [len, len]\nfor last in (): pass\n",
     "plainly_wrong.py": "import deep\ndef reward(completions): ...\n",
@@ -300,10 +304,13 @@ def test_a_module_that_changes_the_path_or_makes_its_names_is_not_refused_for_wh
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    fine = ("changes_path.reward", "changes_path.score", "by_another.reward", "around.inner.reward", "made_names.made", "some_names.second")
+    fine = ("changes_path.reward", "changes_path.score", "by_another.reward", "around.inner.reward", "within.inner.reward")
+    fine = (*fine, "made_names.made", "some_names.second")
     assert {path: import_problem(path) for path in (*fine, "some_names.last")} == dict.fromkeys((*fine, "some_names.last"))
     assert "imports `deep`, which is not installed" in str(import_problem("plainly_wrong.reward"))
     assert "has no `third`" in str(import_problem("some_names.third"))
+    (tmp_path / "some_names.py").write_text("third = len\n")  # read again in the state that it is in
+    assert import_problem("some_names.third") is None
     (tmp_path / "own_class.py").write_text("import only_path\nfrom lightning_rlbatch import PPOModule\nclass Own(PPOModule): ...\n")
     for path, refusals in (("own_class.Own", 0), ("lightning_rlbatch.PPOModule", 1)):  # the class is imported before the function
         content = config(model={"reward_functions": ["deep.score"]})
