@@ -18,7 +18,7 @@ from lightning_rlbatch.distributed.failure import fail_together
 from lightning_rlbatch.strategies.atomic import beside, discard, is_local, publish, reading, writing
 from lightning_rlbatch.strategies.background import BackgroundSave, snapshot
 from lightning_rlbatch.strategies.checkpoint_paths import is_sharded, require_checkpoint, require_states
-from lightning_rlbatch.strategies.failure import FailureReport
+from lightning_rlbatch.strategies.failure import SAVE_ON_ALL_RANKS, FailureReport
 from lightning_rlbatch.strategies.sharded import (
     load_sharded_state,
     read_meta,
@@ -77,9 +77,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         if self.collectives_are_lost:
             return {}
         if self.failure_report is not None:
-            self.failure_report.come_together(
-                "a checkpoint is made by all of them. Call trainer.save_checkpoint on every rank, not only where is_global_zero is True."
-            )
+            self.failure_report.come_together(SAVE_ON_ALL_RANKS)
         self.finish_saves()  # before a second copy of everything is made
         if self._save_distributed_checkpoint:
             return sharded_model_state(self.model)

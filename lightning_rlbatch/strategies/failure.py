@@ -30,6 +30,9 @@ _LOST = re.compile(
 )
 _NOTE, _SEEN, _SURVIVOR, _OVER, _CLOSED = "failure", "seen", "survivor", "over", "closed"
 _COME, _ASKED, _POSITION = "come", "asked", "position"
+SAVE_ON_ALL_RANKS = (
+    "a checkpoint is made by all of them. Call trainer.save_checkpoint on every rank, not only where is_global_zero is True."
+)
 _SILENCE = 5.0  # seconds after which a rank that tells its position once a second is taken for lost
 _TORCH = Path(dist.__file__).parent.parent
 

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rlbatch.distributed.reductions import all_reduce_max
 from lightning_rlbatch.strategies.access import meshes_of
-from lightning_rlbatch.strategies.fsdp import RLBatchFSDPStrategy
 from lightning_rlbatch.strategies.interrupting import StopWatch, is_stop
+from lightning_rlbatch.strategies.watching import pass_point
 
 Result = TypeVar("Result")
 
@@ -92,8 +92,7 @@ class StopAgreement:
 
     def agree(self) -> None:
         """Stop everywhere if one rank stops; collective over all ranks."""
-        if isinstance(self.trainer.strategy, RLBatchFSDPStrategy):
-            self.trainer.strategy.pass_point()
+        pass_point(self.trainer)
         wanted = {"should_stop": float(self.trainer.should_stop)}
         wanted |= {f"signal {int(number)}": float(number in self._received) for number in self._handlers}
         agreed = all_reduce_max(wanted, self._group)

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_rlbatch.strategies.failure import FailureReport, require_ranks
+from lightning_rlbatch.strategies.failure import SAVE_ON_ALL_RANKS, FailureReport, require_ranks
 
 
 class _Runs:
@@ -65,6 +65,12 @@ class WatchesRanks(Callback):
         self.meet()  # behind the data module's setup
 
     @override
+    def on_save_checkpoint(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]) -> None:
+        report = self.report()
+        if report is not None and not report.collectives_are_lost:
+            report.come_together(SAVE_ON_ALL_RANKS)
+
+    @override
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         self._ended.set()
         if self._report is not None:
@@ -82,6 +88,18 @@ class WatchesRanks(Callback):
             for logger in trainer.loggers:  # what Lightning does behind this hook
                 logger.finalize("failed")
             raise told from exception
+
+
+def pass_point(trainer: Any) -> None:
+    """Count a point of the run that all ranks pass in the same order, if they are watched.
+
+    Args:
+        trainer: The Trainer.
+    """
+    reports = [callback.report() for callback in trainer.callbacks if isinstance(callback, WatchesRanks)]
+    for report in [getattr(trainer.strategy, "failure_report", None), *reports]:
+        if report is not None:
+            report.position += 1
 
 
 def watches_ranks(trainer: "pl.Trainer") -> list[Callback]:
