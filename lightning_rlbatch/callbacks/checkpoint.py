@@ -9,6 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_rlbatch.strategies.checkpoint import CheckpointingStrategy
@@ -109,6 +110,16 @@ class RLBatchModelCheckpoint(ModelCheckpoint):
         super().on_validation_end(trainer, pl_module)
         if self.monitor is not None and not trainer.sanity_checking:
             self._save_if_due(trainer)  # the metric that was waited for is here
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        super().on_train_end(trainer, pl_module)
+        candidates = self._monitor_candidates(trainer)
+        if self._is_due and self.monitor is not None and self.monitor not in candidates:
+            rank_zero_warn(
+                f"RLBatchModelCheckpoint(monitor={self.monitor!r}) did not save when it was due: there is no such metric. Logged:"
+                f" {sorted(candidates)}. Monitor one of these, or run a validation that logs it."
+            )
 
     def _save_if_due(self, trainer: "pl.Trainer") -> None:
         if self._seconds is not None:

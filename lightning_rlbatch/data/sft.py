@@ -14,6 +14,7 @@ from lightning_rlbatch.data.batching import BatchingOptions, options_for
 from lightning_rlbatch.data.indices import PlannedIndices
 from lightning_rlbatch.data.iteration_loader import Resumable, overfits, trainer_of
 from lightning_rlbatch.data.mini_batch import MiniBatch
+from lightning_rlbatch.data.rollout_loader import CollectsRollouts
 from lightning_rlbatch.data.run_seed import run_seed
 from lightning_rlbatch.data.sampler import TokenBudgetSampler
 from lightning_rlbatch.data.sources import NoValidation, import_callable
@@ -157,6 +158,10 @@ class SFTDataModule(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[MiniBatch]:
+        module = trainer_of(self).lightning_module
+        if isinstance(module, CollectsRollouts):
+            name = type(module).__name__
+            raise TypeError(f"{name} trains on rollouts, but SFTDataModule has samples. Use RolloutDataModule, or SFTModule.")
         self._train_sampler = self._sampler("train", shuffle=not overfits(self.trainer))
         if self._restored is not None:  # before any worker of the loader fetches ahead
             self._train_sampler.load_state_dict(self._restored)

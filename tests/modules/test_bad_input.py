@@ -127,6 +127,22 @@ def test_sequence_parallelism_with_padding_is_refused_on_every_rank():
         assert "remove_padding" in message
 
 
+def test_modules_and_data_that_do_not_go_together_are_refused_with_those_that_do():
+    rows = [constant_sample(2, 1.0)]
+
+    def make(rank):
+        if rank < 0:
+            return SFTModule(tiny_llama), ppo_data()
+        return PPOModule(tiny_llama, [good]), SFTDataModule(rows, mini_batch_size=1, max_tokens_per_rank=8)
+
+    kind, message = errors_of(make, 1)[0]
+    assert kind is TypeError
+    assert "PPOModule trains on rollouts, but SFTDataModule has samples. Use RolloutDataModule, or SFTModule." in message
+    kind, message = errors_of(lambda rank: make(-1), 1)[0]
+    assert kind is TypeError
+    assert "RolloutDataModule needs a module with collect_rollouts, such as PPOModule, but got SFTModule" in message
+
+
 def test_strategy_that_would_scale_gradients_wrongly_is_refused_with_the_name_of_ours():
     rows = [constant_sample(2, 1.0)]
 

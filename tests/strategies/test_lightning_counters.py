@@ -1,5 +1,6 @@
 """One optimizer step is one global step, one iteration is one epoch, and Lightning's options count in these units."""
 
+import contextlib
 import csv
 import json
 import sys
@@ -69,14 +70,20 @@ def test_own_checkpoint_waits_for_the_end_of_the_iteration_and_saves_by_time(tmp
             RLBatchModelCheckpoint(str(tmp_path / "time"), "{step}", train_time_interval=timedelta(0), save_top_k=-1),
             RLBatchModelCheckpoint(str(tmp_path / "rare"), "{step}", train_time_interval=timedelta(hours=1), save_top_k=-1),
             RLBatchModelCheckpoint(str(tmp_path / "link"), "{step}", every_n_epochs=1, save_last="link"),
+            RLBatchModelCheckpoint(str(tmp_path / "never"), "{step}", monitor="val/lenght/mean", every_n_train_steps=3),
         ]
-        fit(size, max_epochs=4, callbacks=savers, enable_checkpointing=True)
+        told = pytest.warns(
+            UserWarning, match=r"monitor='val/lenght/mean'\) did not save when it was due: there is no such metric\. Logged"
+        )
+        with told if rank == 0 else contextlib.nullcontext():
+            fit(size, max_epochs=4, callbacks=savers, enable_checkpointing=True)
 
     on_ranks(main)
     assert names(tmp_path / "after") == ["step=4.ckpt", "step=6.ckpt"]  # due at 3 and 6
     assert names(tmp_path / "inside") == ["step=3.ckpt", "step=6.ckpt"]
     assert names(tmp_path / "time") == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt", "step=8.ckpt"]
     assert not (tmp_path / "rare").exists()
+    assert not (tmp_path / "never").exists()
     assert names(tmp_path / "link") == ["last.ckpt", "step=8.ckpt"]
     assert torch.load(tmp_path / "link" / "last.ckpt", weights_only=True)["global_step"] == 8
 
