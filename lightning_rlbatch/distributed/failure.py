@@ -31,6 +31,17 @@ def was_told_to(error: BaseException, num_ranks: int) -> bool:
     return getattr(error, "num_ranks_told", 0) == num_ranks
 
 
+def mark_as_told(error: BaseException, num_ranks: int) -> None:
+    """Mark an error that so many ranks raise together, see :func:`was_told_to`.
+
+    Args:
+        error: What this rank raises; one that takes no attributes stays unmarked.
+        num_ranks: Number of ranks.
+    """
+    with suppress(AttributeError, TypeError):
+        error.num_ranks_told = num_ranks  # type: ignore[attr-defined]  # a mark for `was_told_to`
+
+
 def end_of_data_is_an_error(error: StopIteration, where: str) -> RuntimeError:
     """Return what to raise in place of a ``StopIteration`` out of a user's code, such as ``next(rows)`` after the last row.
 
@@ -112,11 +123,11 @@ class fail_together:  # noqa: N801 - used as `with fail_together(...)`, named li
         try:
             first = self._tell(group, error)
         except PeerFailedError as told:
-            told.num_ranks_told = group_size(group)
+            mark_as_told(told, group_size(group))
             raise
         if error is not None:
+            mark_as_told(error, group_size(group))
             with suppress(AttributeError, TypeError):  # an exception that takes no attributes
-                error.num_ranks_told = group_size(group)  # type: ignore[attr-defined]  # a mark for `was_told_to`
                 error.first_failed_rank = first  # type: ignore[attr-defined]  # a mark for who is to say it
 
     def _tell(self, group: dist.ProcessGroup, error: BaseException | None) -> int:

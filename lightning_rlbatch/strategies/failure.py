@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_rlbatch import distributed
 from lightning_rlbatch.distributed.failure import PeerFailedError, was_told_to
 from lightning_rlbatch.distributed.reductions import collective_device
 
@@ -35,6 +36,7 @@ SAVE_ON_ALL_RANKS = (
 )
 _SILENCE = 5.0  # seconds after which a rank that tells its position once a second is taken for lost
 _TORCH = Path(dist.__file__).parent.parent
+_WAIT_THEMSELVES = (Path(__file__), Path(distributed.__file__).parent)  # files that wait in torch's native code, not in its Python
 
 
 class _Process:
@@ -213,8 +215,8 @@ class FailureReport:
         Args:
             error: What this rank raised.
         """
-        if isinstance(error, (SIGTERMException, KeyboardInterrupt)) or self.collectives_are_lost:
-            return error  # all ranks stop together, or the terminal told all of them
+        if isinstance(error, SIGTERMException) or self.collectives_are_lost:
+            return error  # all ranks stop together
         if was_told_to(error, self.world_size):
             return error  # all ranks raise in step: they can save a checkpoint, and run again
         self.collectives_are_lost = True
@@ -314,4 +316,4 @@ def _was_raised_in_torch(error: BaseException) -> bool:
     if not frames:
         return False
     last = Path(frames[-1].filename)
-    return last.is_relative_to(_TORCH) or last == Path(__file__)  # `FailureReport.meet` waits in native code itself
+    return any(last.is_relative_to(place) for place in (_TORCH, *_WAIT_THEMSELVES))

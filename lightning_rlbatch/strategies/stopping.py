@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_rlbatch.distributed.failure import mark_as_told
 from lightning_rlbatch.distributed.reductions import all_reduce_max
 from lightning_rlbatch.strategies.access import meshes_of
 from lightning_rlbatch.strategies.interrupting import StopWatch, is_stop
@@ -107,6 +108,9 @@ class StopAgreement:
         strategy.saves_wait = True  # SLURM's handler saves and asks to be requeued: nothing may still be being written then
         try:
             handler(number, None)
+        except KeyboardInterrupt as error:  # all ranks raise it here
+            mark_as_told(error, self.trainer.world_size)
+            raise
         finally:
             strategy.saves_wait = False
 

@@ -12,8 +12,8 @@ from lightning_rlbatch.data import RolloutDataModule
 from lightning_rlbatch.functional import GRPO
 from lightning_rlbatch.modules import PPOModule
 from lightning_rlbatch.strategies import RLBatchFSDPStrategy
-from tests.helpers import ToyTokenizer, length_reward, make_trainer, tiny_llama
-from tests.strategies.runs import adamw, prompt_rows
+from tests.helpers import ToyTokenizer, length_reward, make_trainer, sgd, tiny_llama
+from tests.strategies.runs import prompt_rows
 
 TOGETHER = ("reward", "generation", "validation")  # what a rank runs alone: an error there is raised on all ranks, in step
 SETUP = ("data setup", "model loading")  # before the first step
@@ -40,6 +40,10 @@ def raise_boom():
     raise BoomError("the cause")
 
 
+def interrupt():
+    raise KeyboardInterrupt
+
+
 def leave():
     sys.exit(3)
 
@@ -58,7 +62,7 @@ def kill():
 
 class FaultyModule(PPOModule):
     def __init__(self, fault, **options):
-        super().__init__(tiny_llama, [length_reward], advantage=GRPO(), optimizer=adamw, **options)
+        super().__init__(tiny_llama, [length_reward], advantage=GRPO(), optimizer=sgd, **options)
         self.fault = fault
 
     def build_models(self):
@@ -132,6 +136,10 @@ class FaultyData(RolloutDataModule):
 class FaultyCallback(Callback):
     def __init__(self, fault):
         self.fault = fault
+
+    def on_train_epoch_start(self, trainer, *args):
+        if trainer.global_step >= 2:
+            self.fault("epoch start")
 
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == 3:

@@ -14,7 +14,7 @@ from lightning_rlbatch.strategies.failure import FailureReport
 from lightning_rlbatch.testing import run_distributed
 from lightning_rlbatch.testing.distributed import free_port
 from tests.helpers import make_trainer
-from tests.strategies.faults import APART, RANKS, SETUP, TOGETHER, exit_early, faulty_run, kill, leave, raise_boom, sigterm
+from tests.strategies.faults import APART, RANKS, SETUP, TOGETHER, exit_early, faulty_run, interrupt, kill, leave, raise_boom, sigterm
 from tests.strategies.runs import ppo, prompt_rows, rollouts, sft, sft_data
 
 
@@ -84,12 +84,21 @@ def lose_a_server():
 
 
 def test_an_error_that_only_sounds_like_a_lost_rank_is_named_too(tmp_path):
-    for (_, bad_rank), results in matrix([("callback", 0), ("loss", 1)], lose_a_server, tmp_path).items():
+    cases = [("callback", 0), ("loss", 1), ("epoch start", 1)]  # the last one while the other rank waits for weights
+    for (_, bad_rank), results in matrix(cases, lose_a_server, tmp_path).items():
         assert results[bad_rank][0] == "ConnectionResetError"
         expected = (
             f"Rank {bad_rank} failed: ConnectionResetError: Connection reset by peer: the server of the logger timed out for \\udcff.png"
         )
         assert expected in results[1 - bad_rank][1]
+
+
+def test_an_interrupt_of_one_rank_alone_ends_the_other_too(tmp_path):
+    (interrupted, other) = matrix_rows([("loss", 0)], interrupt, tmp_path, saves=False)[0]
+    assert interrupted[:2] == ("SystemExit", "1")
+    assert other[0] == "PeerFailedError"
+    assert "Rank 0 failed: KeyboardInterrupt" in other[1]
+    assert other[2] < 30
 
 
 @pytest.mark.parametrize("bad_rank", RANKS)
