@@ -11,12 +11,12 @@ from lightning_rlbatch.cli.run_config import RunConfig, load_pure
 from lightning_rlbatch.cli.signatures import REQUIRED, ClassSource, part_source
 
 _HOLDERS = ("policy_loss", "advantage", "kl_reward", "rollout_correction")
-_MADE_ALWAYS = ("GDPO", "PassAtKTraining")  # what they need depends on more than their own settings
+_MADE_ALWAYS = ("PassAtKTraining",)  # what it needs depends on more than its own settings
 _BOUND_EACH_OTHER = ("dual_clip", "lower", "upper")  # settings of which no value is good by itself
 
 
 def check_algorithms(run: RunConfig) -> Findings:
-    """Find settings that an algorithm refuses, and what else an estimator needs of a run.
+    """Find settings that an algorithm refuses, and groups that are too small for an estimator.
 
     Args:
         run: The configuration.
@@ -39,8 +39,11 @@ def check_algorithms(run: RunConfig) -> Findings:
     tried = {name: algorithm for name, algorithm in made.items() if name != "kl_reward"}
     for name, problem in trial.algorithm_errors(**tried, num_rewards=num_rewards):
         yield refused(name, *chosen[name][1], text=str(problem))
-    if "advantage" in made:
-        yield from _check_estimator(run, made["advantage"], num_rewards)
+    group, advantage = run.data.number("rollouts_per_prompt"), made.get("advantage")
+    if advantage is not None and group is not None and run.kind == "rollouts":
+        problem = load_pure("modules.ppo_problems").group_size_problem(advantage, advantage.min_group_size, group)
+        if problem is not None:
+            yield refused("rollouts_per_prompt", "advantage", text=problem)
 
 
 def may_be_refused(name: str, settings: dict[str, Any]) -> bool:
@@ -77,35 +80,3 @@ def _class(source: ClassSource) -> Any:
 
         return getattr(functional, name)
     return getattr(load_pure(module), name)
-
-
-def _check_estimator(run: RunConfig, advantage: Any, num_rewards: int) -> Findings:
-    name, model = type(advantage).__name__, run.model
-    group = run.data.number("rollouts_per_prompt")
-    if group is not None and run.kind == "rollouts" and group < advantage.min_group_size:
-        yield refused(
-            "rollouts_per_prompt",
-            "advantage",
-            text=f"The advantage {advantage} needs at least {advantage.min_group_size} rollouts of a prompt but rollouts_per_prompt is"
-            f" {group}: every advantage would be 0. Raise rollouts_per_prompt, or choose another estimator.",
-        )
-    if advantage.needs_component_rewards and model.get("kl_reward") is not None:
-        yield refused(
-            "kl_reward",
-            text=f"The advantage {name} normalizes each reward on its own and has no place for a KL penalty in the reward. Remove"
-            " kl_reward, and put the penalty into the loss (kl_coefficient).",
-        )
-    if advantage.needs_component_rewards and model.get("overlong_buffer") is not None:
-        yield refused(
-            "overlong_buffer",
-            text=f"The advantage {name} compares each reward on its own, so that the overlong penalty, which is added to their sum, would"
-            " have no effect. Remove overlong_buffer, and pass a reward function of the length instead.",
-        )
-    given = model.get("reward_weights")
-    weights = [*(given if isinstance(given, list) else []), *([model.get("reward_model_weight")] if model.get("reward_model") else [])]
-    if getattr(advantage, "weights", 0) is None and any(weight != 1 for weight in weights):
-        yield refused(
-            "reward_weights",
-            text=f"The advantage {name} adds the rewards by weights of its own, 1 each by default, so that reward_weights={given} would"
-            f" have no effect on it. Set the advantage's weights, {num_rewards} of them.",
-        )

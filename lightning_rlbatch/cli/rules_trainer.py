@@ -6,22 +6,12 @@ from typing import Any
 
 from lightning_rlbatch.cli.findings import Findings, note, refused, without_effect
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
+from lightning_rlbatch.cli.signatures import class_source
 
 _STRATEGIES = ("auto", "rlbatch_fsdp", "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true")
 _FOREIGN = ("fsdp", "deepspeed", "modelparallel", "model_parallel", "xla", "single_xla")
 _PRECISIONS = {16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
 _WITH_FSDP = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # Lightning's list for strategies of FSDP2
-CALLBACKS = {
-    **dict.fromkeys(
-        ("BackboneFinetuning", "BaseFinetuning"),
-        "works on the module before its models are made, so that it would have no effect. Freeze parameters in build_models.",
-    ),
-    "BatchSizeFinder": "would change mini_batch_size, and with it the update. Set max_tokens_per_rank, with the help of MemoryRehearsal.",
-    "GradientAccumulationScheduler": "accumulates batches, but one batch here is one optimizer step. Set mini_batch_size.",
-    "LearningRateFinder": "looks for a loss that falls as training goes well. Compare short runs, and set the lr of the optimizer.",
-    "ModelPruning": "works on the module before its models are made, so that it would have no effect. Prune in build_models.",
-    "StochasticWeightAveraging": "works on the module before its models are made. Use WeightAveraging, under DDP or on one device.",
-}
 
 
 def check_trainer(run: RunConfig) -> Findings:
@@ -103,10 +93,14 @@ def _check_precision(run: RunConfig) -> Findings:
 
 
 def _check_callbacks(run: RunConfig) -> Findings:
+    told = load_pure("modules.callback_reasons")
     for path, given in _callbacks(run):
-        name = path.rpartition(".")[2]
-        if name in CALLBACKS:
-            yield refused("callbacks", text=f"The callback {name} does not fit {run.model.name}: it {CALLBACKS[name]}")
+        name, source = path.rpartition(".")[2], class_source(path)
+        reasons = [
+            told.CALLBACK_REASONS[base] for base in ({name} if source is None else source.ancestors) if base in told.CALLBACK_REASONS
+        ]
+        if reasons:
+            yield refused("callbacks", text=told.misfit_callback(name, run.model.name, reasons[0]))
         elif run.sharded and name in ("WeightAveraging", "EMAWeightAveraging"):
             yield refused(
                 "callbacks",
@@ -114,11 +108,7 @@ def _check_callbacks(run: RunConfig) -> Findings:
                 " strategy: ddp.",
             )
         elif name == "ModelCheckpoint" and given.get("train_time_interval") is not None:
-            yield refused(
-                "train_time_interval",
-                text=f"The callback {name} does not fit {run.model.name}: it never saves by time under manual optimization. Use"
-                " RLBatchModelCheckpoint with the same train_time_interval.",
-            )
+            yield refused("train_time_interval", text=told.misfit_callback(name, run.model.name, told.NEVER_SAVES))
         elif name == "ModelCheckpoint" and given.get("save_last") == "link" and run.strategy.get("async_save") is True:
             yield refused(
                 "save_last",

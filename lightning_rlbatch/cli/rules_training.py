@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_rlbatch.cli.findings import Findings, note, refused, without_effect
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
-from lightning_rlbatch.cli.signatures import literal_values
+from lightning_rlbatch.cli.signatures import part_source
 
 _NEEDS_GROUPS = ("GRPO", "DrGRPO", "RLOO", "GPG", "PassAtK", "OPO", "ReinforcePlusPlusBaseline", "GDPO")
 
@@ -17,6 +17,10 @@ def check_training(run: RunConfig) -> Findings:
     yield from _check_scheduler(run)
     yield from _check_heads(run)
     if "PPOModule" in run.model.ancestors:
+        problems = load_pure("modules.ppo_problems")
+        given = {name: value for name in problems.OPTIONS if (value := run.model.get(name)) is not None}
+        for option, text in problems.ppo_problems(given, problems.Estimator(*_estimator(run))):
+            yield refused(option, text=text)
         yield from _check_critic(run)
         yield from _check_losses(run)
         yield from _check_sampling(run)
@@ -89,19 +93,22 @@ def class_name(value: Any) -> str:
     return str(value["class_path"]).rpartition(".")[2] if isinstance(value, dict) and "class_path" in value else ""
 
 
+def _estimator(run: RunConfig) -> tuple[str, bool, bool, bool]:
+    """Return the name of the advantage estimator, and whether it needs values, single rewards, or weighs these itself."""
+    value = run.model.get("advantage")
+    path = value.get("class_path") if isinstance(value, dict) else value
+    if not isinstance(path, str):
+        return "GRPO", False, False, False
+    source, settings = part_source(path), value.get("init_args") if isinstance(value, dict) else None
+    name = path.rpartition(".")[2]
+    names = {name} if source is None else source.ancestors
+    return name, "GAE" in names, "GDPO" in names, "GDPO" in names and (settings or {}).get("weights") is None
+
+
 def _check_critic(run: RunConfig) -> Findings:
-    model = run.model
-    estimator = class_name(model.get("advantage")) or "GRPO"
-    if model.get("critic") is None:
-        if estimator == "GAE":
-            yield refused("critic", text="The advantage GAE needs values. Set critic (for example to the policy), or use GRPO.")
-        for name in ("critic_lr", "value_clip"):
-            if model.get(name) is not None:
-                yield refused(name, text=f"{name}={model.get(name)} has no effect without a critic. Set critic, or drop {name}.")
-        if model.changed("value_coefficient"):
-            yield without_effect("value_coefficient", "there is no critic. Set `critic`, or drop it.")
-    elif model.get("critic") == "shared" and model.get("critic_lr") is not None:
-        yield refused("critic_lr", text="critic_lr has no effect with critic: shared, which trains with the policy. Drop critic_lr.")
+    model, estimator = run.model, _estimator(run)[0]
+    if model.get("critic") is None and model.changed("value_coefficient"):
+        yield without_effect("value_coefficient", "there is no critic. Set `critic`, or drop it.")
     if model.get("critic") is not None and estimator in _NEEDS_GROUPS:
         yield note("critic", text=f"{estimator} does not use values: the critic is trained and paid for, but does not change the policy.")
     if estimator in _NEEDS_GROUPS and run.data.has("rollouts_per_prompt") and run.data.get("rollouts_per_prompt") == 1:
@@ -114,30 +121,6 @@ def _check_critic(run: RunConfig) -> Findings:
 
 def _check_losses(run: RunConfig) -> Findings:
     model, data = run.model, run.data
-    weights, functions = model.get("reward_weights"), model.get("reward_functions")
-    if isinstance(weights, list) and isinstance(functions, list) and len(weights) != len(functions):
-        yield refused("reward_weights", text=f"{len(weights)} reward_weights for {len(functions)} reward_functions. Give one weight each.")
-    if isinstance(functions, list) and not functions and model.get("reward_model") is None:
-        yield refused("reward_functions", text="Expected at least one reward function, or a reward_model.")
-    weight = model.get("reward_model_weight", 1.0)
-    if model.get("reward_model") is None and weight != 1:
-        yield refused(
-            "reward_model_weight",
-            text=f"reward_model_weight={weight} has no effect without a reward_model. Set that, or drop the weight.",
-        )
-    norm, mode = model.get("loss_norm_constant"), model.get("loss_aggregation")
-    if (mode == "seq-mean-token-sum-norm") != (norm is not None):
-        yield refused(
-            "loss_norm_constant",
-            text=f"loss_norm_constant={norm} with loss_aggregation={mode}: the two belong together.",
-        )
-    kinds = literal_values("lightning_rlbatch.functional.kl", "KLKind") or ()
-    for name in ("kl_kind", "kl_reward_kind"):
-        kind = model.get(name)
-        if isinstance(kind, str) and kinds and kind not in kinds:
-            yield refused(name, text=f"`{name}` must be one of {', '.join(kinds)} but is {kind!r}.")
-        elif name == "kl_reward_kind" and isinstance(kind, str) and kind.startswith("full"):
-            yield refused(name, text=f"{name}={kind} needs logits, which rewards do not have. Use k1, k2, k3 or abs, or kl_kind: full.")
     if not model.get("kl_coefficient") and model.changed("kl_kind"):
         yield without_effect("kl_kind", "kl_coefficient is 0, so there is no KL penalty in the loss. Raise it, or drop kl_kind.")
     if model.get("kl_reward") is None and model.changed("kl_reward_kind"):
@@ -164,11 +147,7 @@ def _check_losses(run: RunConfig) -> Findings:
 
 def _check_sampling(run: RunConfig) -> Findings:
     model = run.model
-    if model.get("max_turns") is not None and model.get("environment") is None:
-        yield refused("max_turns", text="max_turns bounds the turns with an environment, and there is none. Set environment, or drop it.")
     rounds = model.number("max_sampling_rounds") or 1
-    if rounds > 1 and model.get("reward_model") is not None:
-        yield refused("max_sampling_rounds", text="max_sampling_rounds looks at reward functions only. Set it to 1 with a reward_model.")
     if rounds > 1 and run.data.get("rollouts_per_prompt") == 1:
         yield refused(
             "max_sampling_rounds",

@@ -4,26 +4,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    Callback,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-_BEFORE_MODELS = "works on the module before its models are made, so that it would have no effect"
-_REASONS: dict[type[Callback], str] = {
-    BaseFinetuning: f"{_BEFORE_MODELS}. Freeze parameters in build_models (requires_grad_(False)) and remove the callback.",
-    BatchSizeFinder: "would change mini_batch_size, and with it the update. Set max_tokens_per_rank, with the help of MemoryRehearsal.",
-    GradientAccumulationScheduler: "accumulates batches, but one batch here is one optimizer step. Set mini_batch_size.",
-    LearningRateFinder: "looks for a loss that falls as training goes well. Compare short runs, and set the lr of the optimizer.",
-    ModelPruning: f"{_BEFORE_MODELS}. Prune in build_models and remove the callback.",
-    StochasticWeightAveraging: f"{_BEFORE_MODELS}. Use WeightAveraging or EMAWeightAveraging, under DDP or on one device.",
-}
+from lightning_rlbatch.modules.callback_reasons import CALLBACK_REASONS, NEVER_SAVES, misfit_callback
 
 
 def check_callbacks(trainer: Any, module: "pl.LightningModule") -> None:
@@ -39,11 +22,12 @@ def check_callbacks(trainer: Any, module: "pl.LightningModule") -> None:
     if trainer.state.fn != "fit":
         return
     for callback in trainer.callbacks:
-        reasons = [reason for kind, reason in _REASONS.items() if isinstance(callback, kind)]
+        of_lightning = [kind.__name__ for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.")]
+        reasons = [CALLBACK_REASONS[name] for name in of_lightning if name in CALLBACK_REASONS]
         if _never_saves(callback):
-            reasons.append("never saves by time under manual optimization. Use RLBatchModelCheckpoint with the same train_time_interval.")
+            reasons.append(NEVER_SAVES)
         if reasons:
-            raise MisconfigurationException(f"The callback {type(callback).__name__} does not fit {type(module).__name__}: it {reasons[0]}")
+            raise MisconfigurationException(misfit_callback(type(callback).__name__, type(module).__name__, reasons[0]))
 
 
 def _never_saves(callback: Callback) -> bool:

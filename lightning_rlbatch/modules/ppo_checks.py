@@ -3,11 +3,12 @@
 import math
 from typing import TYPE_CHECKING
 
-from lightning_rlbatch.functional import FunctionLoss, PolicyLoss, PPOClip
+from lightning_rlbatch.functional import AdvantageEstimator, FunctionLoss, PolicyLoss, PPOClip
 from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
-from lightning_rlbatch.functional.kl import KL_KINDS, needs_logits
+from lightning_rlbatch.functional.kl import KL_KINDS
 from lightning_rlbatch.functional.trial import algorithm_errors
 from lightning_rlbatch.models.scoring import check_head_memory
+from lightning_rlbatch.modules.ppo_problems import OPTIONS, Estimator, group_size_problem, ppo_problems, reward_weights
 from lightning_rlbatch.modules.reward_name import reserved_name_problem
 from lightning_rlbatch.rollout.engine import SamplingParams
 from lightning_rlbatch.rollout.engine_config import EngineConfig
@@ -28,24 +29,26 @@ def check_ppo_options(module: "PPOModule") -> None:
         TypeError: A reward function that cannot be called, or a ``rollout_engine`` that is no configuration of one.
     """
     _check_rewards(module)
-    _check_advantage(module)
-    _check_loss(module)
-    _check_critic(module)
+    _check_numbers(module)
+    sources = {"critic": module.critic_source, "reward_model": module.reward_model_source}
+    options = {name: getattr(module, name) for name in OPTIONS if name not in sources} | sources
+    for _, problem in ppo_problems(options, _described(module.advantage)):
+        raise ValueError(problem)
     _check_rollouts(module)
     check_head_memory(module.head_memory_mib)
-    _try_algorithms(module)
-
-
-def _try_algorithms(module: "PPOModule") -> None:
-    """Run our own algorithms on one token, so that a wrong setting is an error before rollouts are sampled."""
     errors = algorithm_errors(
         policy_loss=module.policy_loss,
         advantage=module.advantage,
         rollout_correction=module.rollout_correction,
-        num_rewards=len(_all_weights(module)),
+        num_rewards=len(reward_weights(options)),
     )
     for _, error in errors:
         raise error
+
+
+def _described(advantage: AdvantageEstimator) -> Estimator:
+    weighs_rewards = getattr(advantage, "weights", 0) is None
+    return Estimator(type(advantage).__name__, advantage.needs_values, advantage.needs_component_rewards, weighs_rewards)
 
 
 def chosen_policy_loss(module: "PPOModule", given: PolicyLoss) -> PolicyLoss:
@@ -77,68 +80,17 @@ def _check_rewards(module: "PPOModule") -> None:
         problem = reserved_name_problem(name)
         if problem is not None:
             raise ValueError(problem)
-    if not module.reward_functions and module.reward_model_source is None:
-        raise ValueError("Expected at least one reward function, or a reward_model. Pass reward_functions=[my_reward].")
-    if module.reward_model_source is not None and module.max_sampling_rounds > 1:
-        raise ValueError("max_sampling_rounds looks at reward functions only. Set it to 1 with a reward_model.")
-    if module.reward_model_source is None and module.reward_model_weight != 1:
-        raise ValueError(
-            f"reward_model_weight={module.reward_model_weight} has no effect without a reward_model. Set that, or drop the weight."
-        )
     for weight in (*module.reward_weights, module.reward_model_weight):
         if not math.isfinite(weight):
             raise ValueError(f"Expected the weights of rewards to be finite numbers but got {weight}.")
-    if len(module.reward_weights) != len(module.reward_functions):
-        raise ValueError(
-            f"Got {len(module.reward_weights)} reward_weights for {len(module.reward_functions)} reward_functions. Pass one weight each."
-        )
 
 
-def _check_advantage(module: "PPOModule") -> None:
-    if module.advantage.needs_values and module.critic_source is None:
-        raise ValueError(
-            f"The advantage {type(module.advantage).__name__} needs values. Set critic (for example to the same source as policy, or to"
-            " 'shared'), or use an estimator without values such as GRPO."
-        )
-    if module.advantage.needs_component_rewards and module.kl_reward is not None:
-        raise ValueError(
-            f"The advantage {type(module.advantage).__name__} normalizes each reward on its own and has no place for a KL penalty in the"
-            " reward. Remove kl_reward, and put the penalty into the loss (kl_coefficient)."
-        )
-
-    if module.advantage.needs_component_rewards and module.overlong_buffer is not None:
-        raise ValueError(
-            f"The advantage {type(module.advantage).__name__} compares each reward on its own, so that the overlong penalty, which is added"
-            " to their sum, would have no effect. Remove overlong_buffer, and pass a reward function of the length instead."
-        )
-    if getattr(module.advantage, "weights", 0) is None and any(weight != 1 for weight in _all_weights(module)):
-        raise ValueError(
-            f"The advantage {type(module.advantage).__name__} adds the rewards by weights of its own, 1 each by default, so that"
-            f" reward_weights={module.reward_weights} would have no effect on it. Set the advantage's weights to {_all_weights(module)}."
-        )
-
-
-def _all_weights(module: "PPOModule") -> list[float]:
-    """Return the weight of each component of the reward."""
-    return [*module.reward_weights, *([module.reward_model_weight] if module.reward_model_source is not None else [])]
-
-
-def _check_loss(module: "PPOModule") -> None:
+def _check_numbers(module: "PPOModule") -> None:
     if module.loss_aggregation not in AGGREGATION_MODES:
         raise ValueError(f"Expected loss_aggregation to be one of {AGGREGATION_MODES} but got {module.loss_aggregation!r}.")
-    if (module.loss_aggregation == "seq-mean-token-sum-norm") != (module.loss_norm_constant is not None):
-        raise ValueError(
-            "loss_norm_constant belongs to loss_aggregation='seq-mean-token-sum-norm' and to no other: got"
-            f" {module.loss_aggregation!r} with loss_norm_constant={module.loss_norm_constant}."
-        )
     for name in ("kl_kind", "kl_reward_kind"):
         if getattr(module, name) not in KL_KINDS:
             raise ValueError(f"Expected {name} to be one of {tuple(KL_KINDS)} but got {getattr(module, name)!r}.")
-    if needs_logits(module.kl_reward_kind):
-        raise ValueError(
-            f"kl_reward_kind={module.kl_reward_kind!r} needs the logits of both models, but rewards are made of the stored log-probs of"
-            " sampled tokens. Use k1, k2, k3 or abs in the reward, or the full divergence in the loss (kl_kind, kl_coefficient)."
-        )
     for name in ("kl_coefficient", "value_coefficient", "overlong_factor"):
         if not 0 <= getattr(module, name) < math.inf:
             raise ValueError(f"Expected {name} to be a number, at least 0, but got {getattr(module, name)}.")
@@ -148,13 +100,6 @@ def _check_loss(module: "PPOModule") -> None:
         value = getattr(module, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"Expected {name} to be positive but got {value}. Pass None to leave it out.")
-
-
-def _check_critic(module: "PPOModule") -> None:
-    if module.critic_source is None and (module.critic_lr is not None or module.value_clip is not None):
-        raise ValueError("critic_lr and value_clip have no effect without a critic. Set critic, or remove them.")
-    if module.critic_source == "shared" and module.critic_lr is not None:
-        raise ValueError("critic_lr has no effect with critic='shared': the value head is trained with the policy. Remove critic_lr.")
 
 
 def _check_rollouts(module: "PPOModule") -> None:
@@ -173,11 +118,8 @@ def _check_rollouts(module: "PPOModule") -> None:
         )
     if module.rollout_tensor_parallel_size < 1:
         raise ValueError(f"Expected rollout_tensor_parallel_size to be at least 1 but got {module.rollout_tensor_parallel_size}.")
-    if module.max_turns is not None and (module.environment is None or module.max_turns < 1):
-        raise ValueError(
-            f"max_turns={module.max_turns} bounds the turns between the policy and an environment, here {module.environment!r}. Expected"
-            " at least 1, and an environment. Set environment, or remove max_turns."
-        )
+    if module.max_turns is not None and module.max_turns < 1:
+        raise ValueError(f"Expected max_turns to be at least 1 but got {module.max_turns}.")
     if module.max_sampling_rounds < 1:
         raise ValueError(f"Expected max_sampling_rounds to be at least 1 but got {module.max_sampling_rounds}.")
 
@@ -192,9 +134,6 @@ def check_group_size(module: "PPOCollection", rollouts_per_prompt: int) -> None:
     Raises:
         ValueError: Every advantage would be 0.
     """
-    needed = module.advantage.min_group_size
-    if rollouts_per_prompt < needed:
-        raise ValueError(
-            f"The advantage {module.advantage} needs at least {needed} rollouts of a prompt but rollouts_per_prompt is"
-            f" {rollouts_per_prompt}: every advantage would be 0. Raise rollouts_per_prompt, or choose another estimator."
-        )
+    problem = group_size_problem(module.advantage, module.advantage.min_group_size, rollouts_per_prompt)
+    if problem is not None:
+        raise ValueError(problem)

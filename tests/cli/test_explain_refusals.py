@@ -21,11 +21,11 @@ from lightning_rlbatch.cli.rules_batching import check_batching
 from lightning_rlbatch.cli.rules_names import check_names
 from lightning_rlbatch.cli.rules_progress import check_progress
 from lightning_rlbatch.cli.rules_ranges import check_ranges
-from lightning_rlbatch.cli.rules_trainer import CALLBACKS, check_trainer
+from lightning_rlbatch.cli.rules_trainer import check_trainer
 from lightning_rlbatch.cli.rules_training import check_training
 from lightning_rlbatch.cli.run_config import run_config
 from lightning_rlbatch.cli.run_sizes import run_sizes
-from lightning_rlbatch.modules.callback_checks import _REASONS
+from lightning_rlbatch.modules.callback_reasons import CALLBACK_REASONS
 from lightning_rlbatch.modules.correction import RolloutCorrection
 
 NUMBERS = (-1, 0, 1, 10**12, -0.5, 0.5, 1.5, math.nan, math.inf)
@@ -189,9 +189,6 @@ GDPO = {"class_path": f"{PLACES}GDPO"}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": {"advantage": GDPO, "kl_reward": {"class_path": f"{PLACES}FixedKL"}}}, "has no place for a KL penalty in the reward"),
-        ({"model": {"advantage": GDPO, "overlong_buffer": 5}}, "overlong penalty, which is added to their sum, would have no effect"),
-        ({"model": {"advantage": GDPO, "reward_weights": [2.0]}}, "GDPO adds the rewards by weights of its own"),
         ({"model": {"advantage": {**GDPO, "init_args": {"weights": [1.0, 2.0]}}}}, "2"),
         ({"model": {"advantage": {"class_path": "PassAtKTraining"}}, "data": {"rollouts_per_prompt": 4}}, "needs at least 5 rollouts"),
         ({"model": {"overlong_buffer": 500}}, "max_response_length=412"),
@@ -205,6 +202,30 @@ GDPO = {"class_path": f"{PLACES}GDPO"}
 def test_what_the_run_would_refuse_later_is_refused_at_once(change, words):
     texts = refused(config(**change))
     assert any(words in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("change", "objects"),
+    [
+        ({"reward_weights": [1.0, 2.0]}, {}),
+        ({"reward_functions": []}, {}),
+        ({"reward_model": "x", "max_sampling_rounds": 2}, {}),
+        ({"reward_model_weight": 2.0}, {}),
+        ({"loss_norm_constant": 5.0}, {}),
+        ({"kl_reward_kind": "full"}, {}),
+        ({"critic_lr": 0.1}, {}),
+        ({"value_clip": 0.1}, {}),
+        ({"critic": "shared", "critic_lr": 0.1}, {}),
+        ({"max_turns": 2}, {}),
+        ({"advantage": "GAE"}, {"advantage": functional.GAE()}),
+        ({"advantage": GDPO, "overlong_buffer": 5}, {"advantage": functional.GDPO()}),
+        ({"advantage": "GDPO", "kl_reward": "FixedKL"}, {"advantage": functional.GDPO(), "kl_reward": functional.FixedKL(0.1)}),
+        ({"advantage": GDPO, "reward_weights": [2.0]}, {"advantage": functional.GDPO()}),
+    ],
+)  # fmt: skip
+def test_options_of_the_module_that_contradict_each_other_are_refused_in_its_own_words(change, objects):
+    said = error_of(lightning_rlbatch.PPOModule, **{"policy": "x", "reward_functions": [length_reward], **change, **objects})
+    assert said in refused_by(config(model=change), check_training)
 
 
 def test_a_reward_function_named_like_a_metric_is_refused_by_the_module_in_the_same_words():
@@ -285,8 +306,8 @@ def test_a_quiet_trainer_is_told_nothing():
 
 
 def test_callbacks_that_fit_refuses_are_refused():
-    assert {kind.__name__ for kind in _REASONS} <= set(CALLBACKS)
-    for name in CALLBACKS:
+    for name in (*CALLBACK_REASONS, "BackboneFinetuning"):
+        assert issubclass(getattr(pl.callbacks, name), pl.Callback)
         callback = {"class_path": f"lightning.pytorch.callbacks.{name}"}
         assert any(option == "callbacks" for _, option, _ in found({"callbacks": [callback]})), name
     doctor = {"class_path": "lightning_rlbatch.callbacks.TrainingDoctor", "init_args": {"ignore": ["entropy"]}}
