@@ -119,7 +119,7 @@ LAYOUTS = [
     Layout(4, replicas=2),
 ]
 REFERENCE = LAYOUTS[0]
-
+SHARE_A_TRUNK = (Layout(1, "auto"), Layout(2), Layout(2, "ddp"), Layout(4, sp=2))
 
 KINDS = {"ppo": PPO_CASES, "sft": SFT_CASES, "shared trunk": {case: PPO_CASES[case] for case in ("ppo", "full kl")}}
 FEW_CUTS = ("small budget", "1 sample", "not balanced", "critic of its own budget")
@@ -169,9 +169,12 @@ def make_module(kind, layout):
     )
 
 
-def run_layout(layout, kind):
+def kinds_of(layout):
+    return [kind for kind in KINDS if kind != "shared trunk" or layout in SHARE_A_TRUNK]
+
+
+def run_kind(layout, kind):
     """Return for each step: gradients and metrics."""
-    torch.set_default_dtype(torch.float64)  # Lightning keeps metrics in the default dtype
     samples = fixture_samples()
     steps = plan_of_steps(layout, kind, samples)
     recorder = StepRecorder()
@@ -187,25 +190,26 @@ def results():
     """Run a layout once, on forked ranks; every rank must report the same metrics and gradients."""
     cache = {}
 
+    def run_layout(layout):
+        torch.set_default_dtype(torch.float64)  # Lightning keeps metrics in the default dtype
+        return {kind: run_kind(layout, kind) for kind in kinds_of(layout)}
+
     def run(layout, kind):
-        if (layout, kind) not in cache:
-            ranks = run_distributed(
-                lambda rank, world_size: run_layout(layout, kind), layout.world_size, timeout=240.0, init_process_group=False
-            )
+        if layout not in cache:
+            ranks = run_distributed(lambda *_: run_layout(layout), layout.world_size, timeout=240.0, init_process_group=False)
             for other in ranks[1:]:
-                for name, (gradients, metrics) in ranks[0].items():
-                    assert metrics == other[name][1], f"{name}: ranks report different metrics"
-                    assert relative_difference(other[name][0], gradients) == 0, f"{name}: ranks hold different gradients"
-            cache[layout, kind] = ranks[0]
-        return cache[layout, kind]
+                for own, (name, (gradients, metrics)) in ((own, step) for own, steps in ranks[0].items() for step in steps.items()):
+                    assert metrics == other[own][name][1], f"{own}, {name}: ranks report different metrics"
+                    assert relative_difference(other[own][name][0], gradients) == 0, f"{own}, {name}: ranks hold different gradients"
+            cache[layout] = ranks[0]
+        return cache[layout][kind]
 
     return run
 
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [(layout, kind) for layout in LAYOUTS for kind in ("ppo", "sft")]
-    + [(layout, "shared trunk") for layout in (Layout(1, "auto"), Layout(2), Layout(2, "ddp"), Layout(4, sp=2))],
+    [(layout, kind) for layout in LAYOUTS for kind in kinds_of(layout)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_gradient_and_metrics_are_those_of_one_process_for_every_cut(layout, kind, results):
