@@ -7,7 +7,8 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils.hub import has_file
 from typing_extensions import override
 
 from lightning_rlbatch.modules.adapters import adapter_layers
@@ -19,8 +20,9 @@ from lightning_rlbatch.strategies.state import full_model_state
 class PretrainedExport(Callback):
     """Save the policy with ``save_pretrained`` when training ends; ``from_pretrained`` and ``policy: FOLDER`` load it.
 
-    The folder holds ``model.safetensors``, the configuration, the generation configuration and, if the data module's tokenizer is a
-    transformers one, the tokenizer. Adapters (LoRA) are added to the weights that they adapt: the folder is that of the plain model.
+    The folder holds ``model.safetensors``, the configuration, the generation configuration and the tokenizer: the data module's if it is
+    a transformers one, else that of the pretrained model which the policy was made of. Adapters (LoRA) are added to the weights that they
+    adapt: the folder is that of the plain model.
     Parameters are gathered one by one; rank 0 alone keeps them, in host memory.
 
     Args:
@@ -40,7 +42,8 @@ class PretrainedExport(Callback):
         state = pretrained_state(model, keep=trainer.is_global_zero)
         if trainer.is_global_zero:
             datamodule: Any = getattr(trainer, "datamodule", None)
-            save_pretrained(model, state, Path(self.dirpath), tokenizer=getattr(datamodule, "tokenizer", None))
+            tokenizer = getattr(datamodule, "tokenizer", None) or tokenizer_of(getattr(pl_module, "policy_source", None))
+            save_pretrained(model, state, Path(self.dirpath), tokenizer=tokenizer)
         trainer.strategy.barrier()
 
 
@@ -62,6 +65,21 @@ def pretrained_state(model: PreTrainedModel, *, keep: bool) -> dict[str, Tensor]
             state[name] = value.cpu()
         del value
     return state
+
+
+def tokenizer_of(source: object) -> Any:
+    """Return the tokenizer of a pretrained model, from this machine; None if there is none.
+
+    Args:
+        source: What a model was made of: a folder, a hub name, or anything else.
+    """
+    if not isinstance(source, str):
+        return None
+    try:
+        is_here = has_file(source, "tokenizer_config.json", local_files_only=True)
+        return AutoTokenizer.from_pretrained(source, local_files_only=True) if is_here else None
+    except (OSError, ValueError):  # not the name of a model, or one that transformers cannot load: the weights matter more
+        return None
 
 
 def save_pretrained(model: PreTrainedModel, state: dict[str, Tensor], folder: Path, *, tokenizer: Any = None) -> None:

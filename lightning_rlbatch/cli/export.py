@@ -86,9 +86,7 @@ def _checkpoints_of(configuration: Path) -> Iterator[Path]:
 
 def _export(options: Any) -> int:
     """Write the folder; return the number of parameters."""
-    from transformers import AutoTokenizer
-
-    from lightning_rlbatch.callbacks.export import pretrained_state, save_pretrained
+    from lightning_rlbatch.callbacks.export import pretrained_state, save_pretrained, tokenizer_of
 
     state, source = read_model(options.checkpoint, options.prefix)
     source = options.policy or source
@@ -98,8 +96,7 @@ def _export(options: Any) -> int:
     model.load_state_dict(state)
     state = pretrained_state(model, keep=True)
     num_parameters = sum(value.numel() for value in {value.data_ptr(): value for value in state.values()}.values())  # tied weights once
-    has_tokenizer = isinstance(source, str) and (Path(source) / "tokenizer_config.json").exists()
-    save_pretrained(model, state, options.output, tokenizer=AutoTokenizer.from_pretrained(source) if has_tokenizer else None)
+    save_pretrained(model, state, options.output, tokenizer=tokenizer_of(source))
     return num_parameters
 
 

@@ -78,7 +78,12 @@ def _refuse_before_loading(arguments: list[str]) -> None:
     findings = check(run_config(read_config(arguments)), offline=hub_is_offline())
     errors = [finding.text for finding in findings if finding.level == "refused"]
     if errors:
-        print(f"The configuration has {len(errors)} error(s):", *(f"  - {text}" for text in errors), sep="\n", file=sys.stderr)
+        print(
+            f"The configuration has {len(errors)} error{'s' * (len(errors) > 1)}:",
+            *(f"  - {text}" for text in errors),
+            sep="\n",
+            file=sys.stderr,
+        )
         print("`rlbatch explain` with the same arguments shows what each option does.", file=sys.stderr)
         raise SystemExit(1)
     ignored = [f"{finding.options[0]}: {finding.text}" for finding in findings if finding.level == "without effect"]

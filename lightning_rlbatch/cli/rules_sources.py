@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from lightning_rlbatch.cli.findings import Findings, note, refused
 from lightning_rlbatch.cli.imports import NO_MODULE, changes_imports, import_problem, is_import_path, module_exists
 from lightning_rlbatch.cli.pretrained_names import cached_folder, hub_cache, near_names
 from lightning_rlbatch.cli.prompt_files import GIVEN, prompt_files, read_prompt_file
+from lightning_rlbatch.cli.rules_short_names import HOLD_A_CLASS, check_short_names
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
 
-_HOLD_A_CLASS = ("advantage", "kl_reward", "policy_loss", "rollout_correction")  # given as a path alone, or with init_args
 FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 
 
@@ -54,7 +53,7 @@ def _check_all(run: RunConfig, offline: bool) -> Findings:
     yield from _check_top_level(run)
     yield from _check_columns(run)
     yield from _check_reward_names(run)
-    yield from _check_short_names(run)
+    yield from check_short_names(run)
     yield from _check_positions(run)
 
 
@@ -67,25 +66,6 @@ def _check_top_level(run: RunConfig) -> Findings:
     )
     if not elsewhere and not Path(str(checkpoint)).exists():
         yield refused("ckpt_path", text=f"`ckpt_path`: there is no checkpoint {checkpoint} in {Path.cwd()}. Check the path, or use last.")
-
-
-def _check_short_names(run: RunConfig) -> Findings:
-    """Find classes named without their module that are nearly ours; a class of the user's own may be named so, once imported."""
-    package = Path(lightning_rlbatch.__file__).parent
-    for name in (*_HOLD_A_CLASS, "rollout_engine"):
-        value = run.model.given.get(name)
-        path = value.get("class_path") if isinstance(value, dict) else value
-        if not isinstance(path, str) or not path.isidentifier():
-            continue
-        files = package.glob("rollout/engine_config.py" if name == "rollout_engine" else "functional/*.py")
-        ours = {found for file in files for found in re.findall(r"^class ([A-Z]\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)}
-        near = sorted(found for found in ours if found.lower().startswith(path.lower())) or difflib.get_close_matches(path, ours, 1, 0.8)
-        if path in ours:
-            continue
-        if near:
-            yield refused(name, text=f"`{name}`: there is no class {path}. Did you mean {' or '.join(near)}?")
-        else:
-            yield note(name, text=f"`{name}`: this package has no class {path}. Is it one of yours, in the module of model or data?")
 
 
 def _check_positions(run: RunConfig) -> Findings:
@@ -104,8 +84,9 @@ def _check_positions(run: RunConfig) -> Findings:
     names = ("max_prompt_length", "max_response_length")
     text = (
         f"The policy has {limit} positions (max_position_embeddings) but a sample may have {longest} tokens (max_prompt_length="
-        f"{longest - response} + max_response_length={response}): a prompt of more than {limit - response} tokens would be refused."
-        " Lower max_prompt_length or max_response_length."
+        f"{longest - response} + max_response_length={response}): "
+        + (f"a prompt of more than {limit - response} tokens" if response < limit else "every prompt")
+        + " would be refused. Lower max_prompt_length or max_response_length."
     )
     yield refused(*names, text=text) if response >= limit else note(*names, text=text)
 
@@ -186,6 +167,8 @@ def _pretrained(run: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def _check_pretrained(names: tuple[str, ...], source: str, offline: bool) -> Findings:
     if Path(source).is_dir():
+        if "tokenizer" in names and load_pure("models.pretrained_files").is_model_without_tokenizer(Path(source)):
+            yield refused("tokenizer", text=f"`tokenizer`: {load_pure('models.pretrained_files').without_tokenizer(source)}")
         return
     about, near = ", ".join(f"`{name}`" for name in names), near_names(source)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -221,7 +204,7 @@ def _class_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
     for section in (run.model, run.data):
         if is_import_path(section.class_path):
             yield section.class_path, section.key
-    for name in _HOLD_A_CLASS:
+    for name in HOLD_A_CLASS:
         value = run.model.given.get(name)
         if isinstance(value, str) and is_import_path(value):
             yield value, name

@@ -49,14 +49,17 @@ def test_callback_writes_model_tokenizer_and_generation_config(tied, tmp_path):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_command_exports_either_kind_of_checkpoint(sharded, tmp_path, capsys):
     tiny_llama(3).save_pretrained(tmp_path / "start")
+    tokenizer().save_pretrained(tmp_path / "start")
     path = tmp_path / "trained.ckpt"
 
     def main(rank, size):
-        strategy = RLBatchFSDPStrategy(save_distributed_checkpoint=sharded)
-        return run(sft(policy=str(tmp_path / "start")), sft_data(), size, strategy=strategy, max_epochs=1, save_to=str(path))
+        options = {"strategy": RLBatchFSDPStrategy(save_distributed_checkpoint=sharded), "max_epochs": 1, "save_to": str(path)}
+        return run(sft(policy=str(tmp_path / "start")), sft_data(), size, callbacks=(PretrainedExport(str(tmp_path / "end")),), **options)
 
     expected = run_distributed(main, 2, init_process_group=False)[0]["parameters"]
     assert export.main([str(path), str(tmp_path / "out")]) == 0
+    for folder in ("out", "end"):  # data of token ids have no tokenizer: it is that of the model which training began from
+        assert (tmp_path / folder / "tokenizer.json").is_file()
     size = sum(value.numel() for value in expected.values())
     assert f"{size:,} parameters written to" in capsys.readouterr().out
     for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():

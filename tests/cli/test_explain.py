@@ -356,7 +356,7 @@ def test_fit_refuses_a_configuration_with_all_its_errors_before_it_loads_anythin
         main(["fit", "--config", broken])
     assert stop.value.code == 1
     error = capsys.readouterr().err
-    assert "2 error(s)" in error
+    assert "2 errors:" in error
     assert "train_batch_size=16" in error
     assert "Raise max_tokens_per_rank to 512" in error
 

@@ -10,10 +10,11 @@ import sys
 import pytest
 from configs import config, write
 
-from lightning_rlbatch.cli import main
+from lightning_rlbatch.cli import main, rules_short_names
 from lightning_rlbatch.cli.digest import layers
 from lightning_rlbatch.cli.explanation import explain
 from lightning_rlbatch.cli.run_config import run_config
+from lightning_rlbatch.data.prompt_reading import load_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +187,40 @@ def test_a_short_name_that_is_nearly_one_of_ours_is_refused_with_the_right_one(o
     assert any(text.startswith(f"`{option}`: there is no class ") and text.endswith(f"Did you mean {meant}?") for text in texts)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "text"),
+    [
+        ({"callbacks": ["TrainingDoctr"]}, "`callbacks`: there is no class TrainingDoctr. Did you mean TrainingDoctor?"),
+        ({"callbacks": {"class_path": "RichProgresBar"}}, "`callbacks`: there is no class RichProgresBar. Did you mean RichProgressBar?"),
+        ({"logger": {"class_path": "CSVLoger"}}, "`logger`: there is no class CSVLoger. Did you mean CSVLogger?"),
+        (
+            {"logger": [{"class_path": "lightning.pytorch.loggers.WandbLogger"}]},
+            "WandbLogger needs no_such_package, which is not",
+        ),
+        ({"logger": "WandbLogger"}, "WandbLogger needs no_such_package, which is not"),
+        ({"callbacks": ["TrainingDoctor", {"class_path": "RichProgressBar"}, "OneOfMine"], "logger": "CSVLogger"}, None),
+        ({"callbacks": None, "logger": True}, None),
+    ],
+)
+def test_short_names_of_callbacks_and_loggers_are_looked_up_and_their_packages_too(trainer, text, monkeypatch):
+    monkeypatch.setitem(rules_short_names._LOGGERS_NEED, "WandbLogger", ("no_such_package",))
+    content = config()
+    content["trainer"] |= trainer
+    texts = refused(content)
+    assert texts == [] if text is None else [found.startswith(text) for found in texts] == [True]
+
+
+def test_a_folder_with_a_model_and_no_tokenizer_is_refused_as_tokenizer_by_explain_and_by_the_run(project):
+    (project / "trained").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (project / "trained" / name).write_text("{}")
+    told = [text for text in refused(config(data={"tokenizer": "trained"})) if "`tokenizer`" in text]
+    advice = "Name the folder or hub name of the model that it was trained from."
+    assert told == [f"`tokenizer`: trained holds a model without a tokenizer. {advice}"]
+    with pytest.raises(ValueError, match="tokenizer='trained': trained holds a model without a tokenizer"):
+        load_tokenizer("trained")
+
+
 def test_a_short_name_that_is_ours_or_the_users_own_is_not_refused():
     assert refused(config(model={"policy_loss": "GSPO", "advantage": "MyOwnAdvantage"})) == []
 
@@ -198,3 +233,4 @@ def test_samples_longer_than_the_positions_of_the_policy_are_told(positions, lev
     found = [finding for finding in explain(run_config(content)).findings if "max_position_embeddings" in finding.text]
     assert [finding.level for finding in found] == ([] if level is None else [level])
     assert all("(max_prompt_length=40 + max_response_length=24)" in finding.text for finding in found)
+    assert all(("every prompt would be" if positions == 20 else "more than 36 tokens would be") in finding.text for finding in found)
