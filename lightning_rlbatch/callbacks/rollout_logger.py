@@ -1,5 +1,6 @@
 """Show rollouts while training: as a table, in files, as numbers."""
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -110,7 +111,7 @@ class RolloutLogger(RolloutCallback):
         console = get_console()  # the one that Lightning's RichProgressBar draws on: it prints above a live bar
         console.print(rollout_table(rows, f"Rollouts of iteration {iteration}", self.max_text_length))
         for name, histogram in histograms.items():
-            console.print(Text(f"{name}: {_describe(histogram)}"), soft_wrap=True)
+            console.print(Text(f"{name}: {_describe(histogram, whole=name == 'length')}"), soft_wrap=True)
 
     def _log(self, trainer: "pl.Trainer", rows: Sequence[dict[str, Any]], table: RolloutTable) -> None:
         for logger in trainer.loggers:
@@ -244,9 +245,13 @@ def _columns(table: RolloutTable) -> dict[str, list[float]]:
     return {"length": [float(length) for length in table.num_response_tokens], "reward": rewards}
 
 
-def _describe(histogram: dict[str, list[float]]) -> str:
-    edges = histogram["edges"]
-    bins = [f"{low:.4g}..{high:.4g}: {count}" for low, high, count in zip(edges, edges[1:], histogram["counts"]) if count]
+def _describe(histogram: dict[str, list[float]], *, whole: bool) -> str:
+    """Return the bins that hold values; as ranges of whole numbers, both ends included, where the values are ones."""
+    edges, counts = histogram["edges"], histogram["counts"]
+    bounds = list(itertools.pairwise(edges))
+    if whole:  # a value on an inner edge is in the bin above it
+        bounds = [(math.ceil(low), math.floor(high) if high == edges[-1] else math.ceil(high) - 1) for low, high in bounds]
+    bins = [f"{low:.4g}{f'..{high:.4g}' * (low < high)}: {count}" for (low, high), count in zip(bounds, counts) if count]
     return ", ".join(bins) or "none"
 
 

@@ -50,11 +50,13 @@ def size_lines(explanation: Explanation) -> list[tuple[str, str]]:
         lines.append(("mini-batch", f"{step}; {whole.num_optimizer_steps} per iteration ({_steps(sizes)})"))
     else:
         lines.append(("mini-batch", f"{whole.units_per_mini_batch} {whole.unit} make one optimizer step"))
+    unit = unit if str(rank.samples_per_step) != "1" else unit.removesuffix("s")
     mine = f"about {rank.samples_per_step} {unit} of each optimizer step; " if rank.samples_per_step is not None else ""
     groups = f" of {rank.sequence_parallel_size} GPUs each" if rank.sequence_parallel_size > 1 else ""
     ranks = f"{rank.data_parallel_size} data-parallel rank{'s' * (rank.data_parallel_size > 1)}{groups}"
     lines.append(("rank", f"{mine}{ranks}; parameters {_shards(rank)}"))
-    held = f"{micro.num_samples} sample(s)" if micro.num_samples is not None else f"at most {micro.max_tokens} tokens"
+    count = micro.num_samples
+    held = f"at most {micro.max_tokens} tokens" if count is None else f"{count} sample{'s' * (count > 1)}"
     lines.append(("micro-batch", f"{held}; each rank runs {_micro_steps(micro)} per optimizer step{_by_lengths(micro)}"))
     passes = [f"{name.removesuffix(', at most')}: {number}" for name, number in _other_passes(micro).items()]
     return lines + ([("other passes", "; ".join(passes))] if passes else [])

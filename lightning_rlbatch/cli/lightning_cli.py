@@ -3,11 +3,13 @@
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonargparse
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 import lightning_rlbatch
@@ -33,12 +35,13 @@ class RLBatchCLI(LightningCLI):
 
     The optimizer is an argument of the module, since parameters exist only after the strategy has sharded the models.
 
-    Three things differ from LightningCLI:
+    Four things differ from LightningCLI:
 
     * A class of ``--model`` or ``--data`` is known before the configuration files are read, so that a file may leave it out.
     * ``trainer.strategy`` takes a class path alone, where LightningCLI takes every text for a registered name.
     * With ``--ckpt_path`` the options of the model are those of the configuration. LightningCLI replaces them by the ones in the
       checkpoint, so that a changed option of a resumed run would have no effect.
+    * Without a ``trainer.logger`` the logger is a :class:`CSVLogger`, which ``rlbatch report`` reads, whatever is installed.
 
     Args:
         *args: As for LightningCLI.
@@ -82,6 +85,13 @@ class RLBatchCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         if self._ckpt_path is not None:
             self._options()["ckpt_path"] = self._ckpt_path
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        given = self._options().get("trainer")
+        if given.get("logger") is None and not given.get("fast_dev_run") and not given.get("barebones"):
+            kwargs.setdefault("logger", CSVLogger(given.get("default_root_dir") or Path.cwd()))
+        return super().instantiate_trainer(**kwargs)
 
     def _options(self) -> Any:
         """Return the options of the subcommand."""

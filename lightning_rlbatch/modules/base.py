@@ -186,7 +186,11 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
         """
         check_manual_optimization(self.trainer, self)
         check_callbacks(self.trainer, self)
-        return [PlateauSteps(), *watches_ranks(self.trainer)]
+        needed: list[Any] = [PlateauSteps(), *watches_ranks(self.trainer)]
+        trainer: Any = self.trainer
+        earlier = tuple(map(type, needed))  # from the last run of this Trainer: Lightning would announce that ours override the user's
+        trainer.callbacks = [callback for callback in trainer.callbacks if type(callback) not in earlier]
+        return needed
 
     @override
     def configure_optimizers(self) -> Any:

@@ -20,7 +20,7 @@ from lightning_rlbatch.modules.base import LRSchedulerFactory, OptimizerFactory,
 from lightning_rlbatch.modules.collection import VALIDATION_STREAM, let_engine_sleep, sync_weights
 from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.model_sources import ModelSource, as_source
-from lightning_rlbatch.modules.ppo_checks import check_ppo_options, chosen_policy_loss
+from lightning_rlbatch.modules.ppo_checks import check_ppo_options, check_ppo_types, chosen_policy_loss
 from lightning_rlbatch.modules.ppo_collection import PPOCollection
 from lightning_rlbatch.modules.prediction import generate_completions
 from lightning_rlbatch.modules.rewards import AnswerFunction, RewardFunction, call_answers, reward_names
@@ -134,6 +134,7 @@ class PPOModule(PPOCollection):
         max_grad_norm: float | None = 1.0,
     ) -> None:
         super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler, max_grad_norm=max_grad_norm)
+        check_ppo_types(reward_functions=reward_functions, advantage=advantage, kl_reward=kl_reward, rollout_correction=rollout_correction)
         self.policy_source = as_source(policy)
         self.reward_functions = reward_functions
         self.reward_weights = [1.0] * len(reward_functions) if reward_weights is None else reward_weights

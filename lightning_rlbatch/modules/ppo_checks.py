@@ -3,11 +3,12 @@
 import math
 from typing import TYPE_CHECKING
 
-from lightning_rlbatch.functional import AdvantageEstimator, FunctionLoss, PolicyLoss, PPOClip
+from lightning_rlbatch.functional import AdvantageEstimator, FunctionLoss, KLController, PolicyLoss, PPOClip
 from lightning_rlbatch.functional.aggregation import AGGREGATION_MODES
 from lightning_rlbatch.functional.kl import KL_KINDS
 from lightning_rlbatch.functional.trial import algorithm_errors
 from lightning_rlbatch.models.scoring import check_head_memory
+from lightning_rlbatch.modules.correction import RolloutCorrection
 from lightning_rlbatch.modules.ppo_problems import OPTIONS, Estimator, group_size_problem, ppo_problems, reward_weights
 from lightning_rlbatch.modules.reward_name import reserved_name_problem
 from lightning_rlbatch.rollout.engine import SamplingParams
@@ -16,6 +17,12 @@ from lightning_rlbatch.rollout.engine_config import EngineConfig
 if TYPE_CHECKING:
     from lightning_rlbatch.modules.ppo import PPOModule
     from lightning_rlbatch.modules.ppo_collection import PPOCollection
+
+_PARTS: dict[str, tuple[type, str]] = {
+    "advantage": (AdvantageEstimator, "GRPO()"),
+    "kl_reward": (KLController, "FixedKL(0.001)"),
+    "rollout_correction": (RolloutCorrection, "RolloutCorrection()"),
+}
 
 
 def check_ppo_options(module: "PPOModule") -> None:
@@ -44,6 +51,25 @@ def check_ppo_options(module: "PPOModule") -> None:
     )
     for _, error in errors:
         raise error
+
+
+def check_ppo_types(*, reward_functions: object, **parts: object) -> None:
+    """Refuse a single function in place of a list, and names or numbers in place of what holds settings.
+
+    Args:
+        reward_functions: As given.
+        **parts: Options that take an object of this package, by name.
+
+    Raises:
+        TypeError: Says what to pass.
+    """
+    if not isinstance(reward_functions, list | tuple):
+        name = getattr(reward_functions, "__name__", "my_reward")
+        raise TypeError(f"reward_functions must be a list of functions but is {reward_functions!r}. Pass reward_functions=[{name}].")
+    for option, given in parts.items():
+        kind, example = _PARTS[option]
+        if not isinstance(given, kind) and not (given is None and option != "advantage"):
+            raise TypeError(f"{option} must be an object such as {example} but is {given!r}.")
 
 
 def _described(advantage: AdvantageEstimator) -> Estimator:

@@ -136,8 +136,8 @@ def test_the_table_shows_texts_as_they_are_with_rewards_and_advantages(capsys, m
     assert "z" * 10 + "..." in printed
     assert "z" * 11 not in printed
     assert "[red]y" not in printed  # no reward, so nothing is trained on it
-    assert "length: " in printed
-    assert "reward: " in printed
+    assert "length: 2..6: 2, 7..11: 1, 37..41: 1\n" in printed  # whole tokens
+    assert "reward: 0..0.125: 1, " in printed
 
 
 def test_no_rows_print_nothing(capsys):

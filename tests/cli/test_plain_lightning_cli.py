@@ -11,6 +11,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rlbatch.cli import RLBatchCLI, export
 from lightning_rlbatch.data import RolloutDataModule
@@ -114,14 +115,16 @@ def test_a_checkpoint_of_the_command_line_loads_without_it(tmp_path):
         found = loaded.reward_names, optimizer.param_groups[0]["lr"], type(optimizer).__name__, changed.entropy_coefficient
         return found, resumed(path, tmp_path / "checkpoints" / "last.ckpt")
 
-    ((found, (limit, steps, printed)),) = run_distributed(main, 1, init_process_group=False)
+    ((found, (limit, steps, printed, logger)),) = run_distributed(main, 1, init_process_group=False)
     assert found == (["length_reward"], 0.01, "AdamW", 0.5)
     assert (limit, steps) == (5.0, 4)
     *_, written, predicted = printed.splitlines()
-    assert predicted == f"Written: 7 predictions in {tmp_path}/run/told/predictions.jsonl"
-    row = json.loads((tmp_path / "run" / "told" / "predictions.jsonl").read_text().splitlines()[0])
+    folder = tmp_path / "told" / "lightning_logs" / "version_0"
+    assert predicted == f"Written: 7 predictions in {folder}/predictions.jsonl"
+    row = json.loads((folder / "predictions.jsonl").read_text().splitlines()[0])
     assert row.keys() >= {"prompt", "completions"}
-    assert (tmp_path / "run" / "told" / "config_predict.yaml").is_file()
+    assert (folder / "config_predict.yaml").is_file()
+    assert logger is CSVLogger  # without one in the configuration: `rlbatch report` reads it
     assert written == f"Written: checkpoints in {tmp_path}/checkpoints; plots: rlbatch report {tmp_path}/run/resumed"
 
 
@@ -133,8 +136,9 @@ def resumed(path, checkpoint):
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore", DeprecationWarning)
         cli = RLBatchCLI(args=["fit", "--config", str(path), "--ckpt_path", str(checkpoint), *changes])
-        RLBatchCLI(args=["predict", "--config", str(path), "--ckpt_path", str(checkpoint), "--trainer.logger.version=told"])
-    return cli.model.max_grad_norm, cli.trainer.global_step, printed.getvalue()
+        alone = ["--trainer.logger=null", f"--trainer.default_root_dir={path.parent / 'told'}"]
+        told = RLBatchCLI(args=["predict", "--config", str(path), "--ckpt_path", str(checkpoint), *alone])
+    return cli.model.max_grad_norm, cli.trainer.global_step, printed.getvalue(), type(told.trainer.logger)
 
 
 def test_a_misspelt_option_is_refused_by_its_name(tmp_path, capfd):

@@ -288,6 +288,25 @@ def test_a_reward_function_given_by_name_in_python_is_refused_at_once():
         PPOModule(tiny_llama, ["my_project.reward"])
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"reward_functions": length_reward},
+            r"must be a list of functions but is <function.*reward_functions=\[length_reward\]",
+        ),
+        ({"reward_functions": "my_project.reward"}, "must be a list of functions but is 'my_project.reward'"),
+        ({"advantage": "GAE"}, r"advantage must be an object such as GRPO\(\) but is 'GAE'"),
+        ({"advantage": GAE}, r"advantage must be an object such as GRPO\(\) but is <class"),
+        ({"kl_reward": 0.1}, r"kl_reward must be an object such as FixedKL\(0.001\) but is 0.1"),
+        ({"rollout_correction": True}, "rollout_correction must be an object such as"),
+    ],
+)
+def test_a_name_a_number_or_one_function_in_the_place_of_an_object_or_a_list_is_refused_with_what_to_pass(options, words):
+    with pytest.raises(TypeError, match=words):
+        PPOModule(tiny_llama, **{"reward_functions": [length_reward], **options})
+
+
 @pytest.mark.parametrize("kind", ["full", "full+"])
 def test_a_full_divergence_in_the_reward_is_refused_with_where_it_can_be(kind):
     with pytest.raises(ValueError, match=r"stored log-probs of sampled tokens(.|\n)*kl_kind"):

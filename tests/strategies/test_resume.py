@@ -1,5 +1,6 @@
 """A resumed run is the run that was never interrupted."""
 
+import logging
 import shutil
 import warnings
 
@@ -21,6 +22,7 @@ KINDS = {
     "ppo": lambda: (ppo(critic=lambda: tiny_llama(1), critic_lr=1e-3, kl_coefficient=0.1), rollouts(ppo_epochs=2)),
     "sft": lambda: (sft(), sft_data()),
 }
+FORMS = (False, True)  # one file, or a folder with a file per rank
 
 
 def strategy(sharded, **options):
@@ -48,26 +50,25 @@ def uninterrupted():
     return get
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_resume_at_an_iteration_boundary_equals_the_uninterrupted_run_bitwise(kind, sharded, uninterrupted, tmp_path):
-    path = str(tmp_path / "half.ckpt")
-
+def test_resume_at_an_iteration_boundary_equals_the_uninterrupted_run_bitwise(kind, uninterrupted, tmp_path):
     def interrupted(rank, size):
-        first = run(*KINDS[kind](), size, strategy=strategy(sharded), max_epochs=2, save_to=path)
-        second = run(*KINDS[kind](), size, strategy=strategy(sharded), max_epochs=3, ckpt_path=path)
-        return first, second
+        runs = []
+        for sharded in FORMS:
+            path = str(tmp_path / f"{sharded}.ckpt")
+            first = run(*KINDS[kind](), size, strategy=strategy(sharded), max_epochs=2, save_to=path)
+            runs.append((first, run(*KINDS[kind](), size, strategy=strategy(sharded), max_epochs=3, ckpt_path=path)))
+        return runs
 
-    for (first, second), expected in zip(on_ranks(interrupted, 2), uninterrupted(kind)):
-        assert_same_state(second, expected)
-        assert first["steps"] + second["steps"] == expected["steps"]
-        assert first["collections"] + second["collections"] == expected["collections"]  # prompts, and every sampled token
+    for runs, expected in zip(on_ranks(interrupted, 2), uninterrupted(kind)):
+        for first, second in runs:
+            assert_same_state(second, expected)
+            assert first["steps"] + second["steps"] == expected["steps"]
+            assert first["collections"] + second["collections"] == expected["collections"]  # prompts, and every sampled token
 
 
-@pytest.mark.parametrize("step", [1, 4, 6])
-def test_supervised_training_resumes_exactly_anywhere_in_an_epoch_with_loader_workers(step, tmp_path):
-    workers = 2 if step == 4 else 0
-
+@pytest.mark.parametrize(("workers", "steps"), [(0, [1, 6]), (2, [4])])
+def test_supervised_training_resumes_exactly_anywhere_in_an_epoch_with_loader_workers(workers, steps, tmp_path):
     def main(rank, size):
         saver = save_every_step(str(tmp_path / "steps"))
         with warnings.catch_warnings():
@@ -75,12 +76,13 @@ def test_supervised_training_resumes_exactly_anywhere_in_an_epoch_with_loader_wo
             warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
             whole = run(sft(), sft_data(num_workers=workers), size, max_epochs=3, callbacks=(saver,), enable_checkpointing=True)
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-            rest = run(sft(), sft_data(num_workers=workers), size, max_epochs=3, ckpt_path=str(tmp_path / "steps" / f"step={step}.ckpt"))
-        return whole, rest
+            paths = [str(tmp_path / "steps" / f"step={step}.ckpt") for step in steps]
+            return whole, [run(sft(), sft_data(num_workers=workers), size, max_epochs=3, ckpt_path=path) for path in paths]
 
-    for whole, rest in on_ranks(main, 2):
-        assert whole["steps"][step:] == rest["steps"]
-        assert_same_state(rest, whole)
+    for whole, resumed in on_ranks(main, 2):
+        for step, rest in zip(steps, resumed, strict=True):
+            assert whole["steps"][step:] == rest["steps"]
+            assert_same_state(rest, whole)
 
 
 def test_resume_inside_an_iteration_rolls_out_its_remaining_prompts_and_ends_at_the_same_step(tmp_path):
@@ -108,34 +110,38 @@ def test_resume_inside_an_iteration_rolls_out_its_remaining_prompts_and_ends_at_
     assert "iteration 1" in said[0]
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
-def test_states_survive_two_to_four_to_one_ranks_and_hsdp_bitwise(sharded, tmp_path):
+def test_states_survive_two_to_four_to_one_ranks_and_hsdp_bitwise(tmp_path):
     """The state after loading, before a step, is the saved one; `max_epochs` is reached, so that nothing is trained."""
-    saved = on_ranks(
-        lambda rank, size: run(*KINDS["ppo"](), size, strategy=strategy(sharded), max_epochs=1, save_to=str(tmp_path / "2.ckpt")), 2
-    )
 
-    def pass_on(rank, size, source, target, options):
-        return run(*KINDS["ppo"](), size, strategy=strategy(sharded, **options), max_epochs=1, ckpt_path=source, save_to=target)
+    def one_hop(rank, size, source, options):
+        states = []
+        for sharded in FORMS:
+            folder = tmp_path / f"sharded {sharded}"
+            paths = {"ckpt_path": source and str(folder / f"{source}.ckpt"), "save_to": str(folder / f"{size}.ckpt")}
+            states.append(run(*KINDS["ppo"](), size, strategy=strategy(sharded, **options), max_epochs=1, **paths))
+        return states
 
-    hops = [(2, 4, {"data_parallel_replicate_size": 2}), (4, 1, {})]
-    for source, size, options in hops:
-        loaded = on_ranks(pass_on, size, str(tmp_path / f"{source}.ckpt"), str(tmp_path / f"{size}.ckpt"), options)
-        for state in loaded:
-            assert_same_state(state, saved[0])
-            assert state["collections"] == []
+    saved = on_ranks(one_hop, 2, None, {})[0]
+    for source, size, options in [(2, 4, {"data_parallel_replicate_size": 2}), (4, 1, {})]:
+        for states in on_ranks(one_hop, size, source, options):
+            for state, expected in zip(states, saved, strict=True):
+                assert_same_state(state, expected)
+                assert state["collections"] == []
 
 
 def test_training_goes_on_alike_at_another_world_size(tmp_path):
     path = str(tmp_path / "one.ckpt")
 
-    def sgd_run(rank, size, options):
+    def sgd_run(size, **options):
         module = sft(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         return run(module, sft_data(), size, **options)
 
-    expected = on_ranks(sgd_run, 2, {"max_epochs": 2})[0]
-    on_ranks(sgd_run, 2, {"max_epochs": 1, "save_to": path})
-    for state in on_ranks(sgd_run, 4, {"max_epochs": 2, "ckpt_path": path}):
+    def train(rank, size):
+        sgd_run(size, max_epochs=1, save_to=path)
+        return sgd_run(size, max_epochs=2)
+
+    expected = on_ranks(train, 2)[0]
+    for state in on_ranks(lambda rank, size: sgd_run(size, max_epochs=2, ckpt_path=path), 4):
         assert_same_state(state, expected, tolerance=1e-5)
 
 
@@ -154,6 +160,17 @@ def test_last_checkpoint_is_found_and_more_epochs_continue_a_finished_run(tmp_pa
         assert state["collections"] == expected["collections"][2:]
 
 
+class Told(logging.Handler):
+    """Keeps what Lightning says."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
 def test_a_second_fit_goes_on_with_weights_and_data_but_with_a_new_optimizer_and_says_so(uninterrupted):
     def main(rank, size):
         journal = Journal()
@@ -161,12 +178,15 @@ def test_a_second_fit_goes_on_with_weights_and_data_but_with_a_new_optimizer_and
         module, data = KINDS["grpo"]()
         trainer.fit(module, data)
         trainer.fit_loop.max_epochs = 3
+        told = Told()
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(told)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(module, data)
         states = trainer.optimizers[0].state.values()
         facts = {(int(state["step"]), isinstance(state["exp_avg"], DTensor)) for state in states}
         said = [str(warning.message) for warning in caught if "A second fit" in str(warning.message)]
+        assert not any("configure_callbacks" in text for text in told.texts), told.texts  # ours do not override those that the user passed
         return journal.collections, journal.steps, facts, said, trainer.current_epoch
 
     results = on_ranks(main, 2)
