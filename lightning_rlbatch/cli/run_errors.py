@@ -27,6 +27,7 @@ def report_failure(error: Exception, command: str) -> None:
         command: That the user gave, for the beginning of the sentence.
     """
     rank: int = getattr(rank_zero_only, "rank", 0)
+    error = _of_constructor(error)
     if isinstance(error, PeerFailedError):
         if not _FAILED.match(str(error)):
             print(f"{command}: {error}", file=sys.stderr, flush=True)
@@ -37,6 +38,16 @@ def report_failure(error: Exception, command: str) -> None:
         time.sleep(1.0)  # rank 0's progress bar goes first
     print("".join(traceback.format_exception(error)), file=sys.stderr)
     print(f"{command} failed{f' on rank {rank}' * (rank > 0)}. {sentence(error)}", file=sys.stderr, flush=True)
+
+
+def _of_constructor(error: Exception) -> Exception:
+    """Return what a class of the configuration raised when it was made: jsonargparse lists every type that its value might have been."""
+    inner: BaseException | None = error
+    while inner is not None and f"{inner}".startswith("Does not validate against any of the Union subtypes"):
+        inner = inner.__cause__
+    frames = [] if inner is None else traceback.extract_tb(inner.__traceback__)
+    is_of_a_class = bool(frames) and Path(frames[-1].filename).name != "_typehints.py"  # of jsonargparse, which found no class to make
+    return inner if isinstance(inner, Exception) and is_of_a_class else error
 
 
 def sentence(error: BaseException) -> str:

@@ -1,6 +1,8 @@
 """What a user sees last of a run that failed."""
 
+import jsonargparse
 import pytest
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rlbatch.cli.run_errors import report_failure, sentence
@@ -69,3 +71,34 @@ def test_one_rank_says_it_for_all(error, rank, first, said, monkeypatch, capsys)
     shown = capsys.readouterr().err
     assert said in shown
     assert bool(said) == bool(shown)
+
+
+def refuses(n: int = 0):
+    raise ValueError(f"n must be above 3 but is {n}")
+
+
+class Refuses(Callback):
+    def __init__(self, n: int = 0):
+        refuses(n)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of `instantiate_classes`, which Lightning calls
+@pytest.mark.parametrize(
+    ("value", "last"),
+    [
+        ([{"class_path": f"{__name__}.Refuses"}], "rlbatch fit failed. ValueError: n must be above 3 but is 0 (test_run_errors.py, line "),
+        (
+            [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_top_k": 3}}],
+            "rlbatch fit failed. MisconfigurationException: ModelCheckpoint(save_top_k=3, monitor=None) is not a valid",
+        ),
+    ],
+)
+def test_what_the_constructor_of_a_configured_class_raises_is_told_without_the_types_that_it_might_have_been(value, last, capsys):
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--callbacks", type=list[Callback] | Callback | None)
+    with pytest.raises(ValueError, match="Does not validate") as caught:
+        parser.instantiate_classes(parser.parse_object({"callbacks": value}))
+    report_failure(caught.value, "rlbatch fit")
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith(last)
+    assert "Union subtypes" not in error
