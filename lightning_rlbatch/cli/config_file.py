@@ -98,7 +98,7 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
     for argument in rest:
         name, equals, value = _SHORT.get(argument, argument).partition("=")
         if not name.startswith("--"):
-            meant = translate(name, value) if equals else None
+            meant = translate(name, value) if equals else f"Write --config {argument}." if name.endswith((".yaml", ".yml")) else None
             raise ConfigFileError(
                 f"Expected an option that begins with -- but got {argument!r}." + (f" {meant}" if meant is not None else "")
             )

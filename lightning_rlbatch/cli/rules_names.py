@@ -1,5 +1,6 @@
 """Rules about names and types: misspelt keys, other trainers' names, values of the wrong type."""
 
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,13 +70,18 @@ def _check_stray(run: RunConfig, key: str, value: Any) -> Findings:
 
     A section of another trainer, such as ``actor_rollout_ref``, is taken apart: each of its options that has a counterpart is named.
     """
+    keys = ("model", "data", "trainer", *_TOP_LEVEL)
+    near = difflib.get_close_matches(key, keys, 1, 0.8) if isinstance(value, dict) else ()
+    if near:  # what is below it is all right
+        yield refused(key, text=f"There is no top-level key `{key}`. Did you mean `{near[0]}`?")
+        return
     leaves = list(_leaves(key, value))
     known = [(path, leaf) for path, leaf in leaves if isinstance(value, dict) and translate(path, leaf) is not None]
     for path, leaf in known:
         yield refused(path, text=f"There is no option `{path}`.{suggest(path, (), run, value=leaf)}")
     if not known:
         place = "top-level key" if "." not in key else "option"
-        yield refused(key, text=f"There is no {place} `{key}`.{suggest(key, ['model', 'data', 'trainer', *_TOP_LEVEL], run, value=value)}")
+        yield refused(key, text=f"There is no {place} `{key}`.{suggest(key, keys, run, value=value)}")
     elif len(known) < len(leaves):
         others = ", ".join(path.removeprefix(f"{key}.") for path, _ in leaves if path not in dict(known))
         yield refused(key, text=f"There is no top-level key `{key}`, and nothing here is called {others}: drop them.")

@@ -33,7 +33,7 @@ class RunMetrics:
         found = next((file for file in candidates if file.is_file()), None)
         if found is None:
             raise ValueError(
-                f"There is no metrics.csv in {path}. Log with lightning.pytorch.loggers.CSVLogger and pass its folder"
+                f"There is no metrics.csv in {place.absolute()}. Log with lightning.pytorch.loggers.CSVLogger and pass its folder"
                 " (save_dir/name/version)."
             )
         with found.open(newline="", encoding="utf-8") as stream:

@@ -119,9 +119,10 @@ def checked_input(
         ValueError: A setting is out of range or contradicts another, or a sample exceeds the budget.
     """
     if (max_tokens_per_rank is None) == (micro_batch_size is None):
+        advice = "Set one of them" if micro_batch_size is None else "Remove one of them"
         raise ValueError(
             "Exactly one of `max_tokens_per_rank` (dynamic micro-batches) and `micro_batch_size` (static micro-batches) must be set "
-            f"but got max_tokens_per_rank={max_tokens_per_rank} and micro_batch_size={micro_batch_size}. Remove one of them."
+            f"but got max_tokens_per_rank={max_tokens_per_rank} and micro_batch_size={micro_batch_size}. {advice}."
         )
     for name, value in (("max_tokens_per_rank", max_tokens_per_rank), ("micro_batch_size", micro_batch_size)):
         if value is not None:

@@ -312,7 +312,12 @@ def test_a_named_strategy_takes_overrides_and_a_later_file_wins(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--config", "missing.yaml"], "no configuration file missing.yaml"), ([], "No configuration given"), (["data"], "begins with --")],
+    [
+        (["--config", "missing.yaml"], "no configuration file missing.yaml"),
+        ([], "No configuration given"),
+        (["data"], "begins with --"),
+        (["run.yaml"], "begins with -- but got 'run.yaml'. Write --config run.yaml"),
+    ],
 )
 def test_a_configuration_that_cannot_be_read_is_an_error_with_its_name(arguments, message):
     with pytest.raises(ConfigFileError, match=message):

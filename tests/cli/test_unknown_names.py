@@ -66,6 +66,15 @@ def test_an_option_beside_the_arguments_of_its_class_is_told(tmp_path):
     assert text == "There is no option `data.mini_batch_size`. It is data.init_args.mini_batch_size."
 
 
+def test_a_misspelt_section_is_one_mistake_and_not_one_for_each_of_its_options(tmp_path):
+    content = config()
+    content["trianer"] = content.pop("trainer")
+    path = write(tmp_path, content)
+    assert refused(path).count("There is no top-level key `trianer`. Did you mean `trainer`?") == 1
+    told = [finding.text for finding in explain(run_config(read_config(["--confg", path]))).findings if "top-level" in finding.text]
+    assert told == ["There is no top-level key `confg`. Did you mean `config`?"]
+
+
 @pytest.mark.parametrize("command", ["fit", "explain"])
 def test_an_argument_in_the_way_of_hydra_is_answered_too(command, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
