@@ -58,9 +58,8 @@ def in_folder(folder, name):
 
 
 def test_all_forms_of_the_configuration_train_alike(tmp_path):
-    folders = {name: in_folder(tmp_path, name) for name in ("class_path", "alias", "override", "typed", "saved")}
-    paths = {name: config(folder, default_root_dir=str(folder)) for name, folder in folders.items()}
-    rewritten(paths["alias"], lambda content: content["trainer"].update(strategy="rlbatch_fsdp"))
+    folders = {name: in_folder(tmp_path, name) for name in ("class_path", "override", "typed", "saved")}
+    paths = {name: config(folder, default_root_dir=str(folder), max_epochs=1) for name, folder in folders.items()}
     rewritten(paths["class_path"], lambda content: content["trainer"]["strategy"].pop("init_args"))
     rewritten(paths["override"], lambda content: content["trainer"].pop("strategy"))
 
@@ -73,7 +72,6 @@ def test_all_forms_of_the_configuration_train_alike(tmp_path):
     def main(rank, size):
         class_path = plain_cli("fit", "--config", paths["class_path"])
         assert isinstance(class_path.trainer.strategy, RLBatchFSDPStrategy)
-        plain_cli("fit", "--config", paths["alias"])
         override = plain_cli(
             "fit",
             f"--config={paths['override']}",
@@ -93,7 +91,7 @@ def test_all_forms_of_the_configuration_train_alike(tmp_path):
 
     run_distributed(main, 2, init_process_group=False)
     expected = losses(folders["class_path"])
-    assert len(expected) == 4
+    assert len(expected) == 2
     for name in folders:
         assert losses(folders[name]) == pytest.approx(expected, abs=1e-6), name
     for name in ("class_path", "override"):  # the second one's policy is a class_path with arguments

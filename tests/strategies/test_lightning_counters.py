@@ -99,17 +99,44 @@ def test_best_checkpoint_by_a_validation_metric_is_the_same_on_all_ranks(tmp_pat
     assert len(names(tmp_path)) == 2
 
 
-def test_learning_rate_advances_once_per_step_and_the_monitor_logs_it():
-    def main(rank, size):
-        logger, journal = RecordingLogger(), Journal()
-        trainer = fit(size, logger=logger, callbacks=[journal, LearningRateMonitor("step")])
-        key = "lr-AdamW/policy" if any("lr-AdamW/policy" in row for row in logger.rows) else "lr-AdamW"
-        return trainer.global_step, [lr for _, lr in journal.steps], [row[key] for row in logger.rows if key in row]
+@pytest.fixture(scope="module")
+def ordinary(tmp_path_factory):
+    """What one run of three iterations shows: rank 0's facts, and the file of its CSV logger."""
+    folder = tmp_path_factory.mktemp("ordinary")
 
-    step, rates, monitored = on_ranks(main)[0]
+    def main(rank, size):
+        logger, journal, module, estimates = RecordingLogger(), Journal(), ppo(), []
+
+        def scheduler(optimizer):
+            estimates.append(module.trainer.estimated_stepping_batches)
+            return decay(optimizer)
+
+        module.lr_scheduler_factory = scheduler
+        loggers = [logger, CSVLogger(folder, "csv", "")]
+        trainer = fit(size, module, logger=loggers, callbacks=[journal, LearningRateMonitor("step")])
+        key = "lr-AdamW/policy" if any("lr-AdamW/policy" in row for row in logger.rows) else "lr-AdamW"
+        return trainer.global_step, [lr for _, lr in journal.steps], [row[key] for row in logger.rows if key in row], estimates
+
+    return on_ranks(main)[0], folder / "csv" / "metrics.csv"
+
+
+def test_learning_rate_advances_once_per_step_and_the_monitor_logs_it(ordinary):
+    (step, rates, monitored, _), _ = ordinary
     assert step == 6
     assert rates == pytest.approx([1e-2 * 0.9**count for count in range(1, 7)])
     assert monitored[:2] == pytest.approx([1e-2, 0.9e-2])
+
+
+def test_number_of_steps_is_known_when_optimizers_are_made(ordinary):
+    (step, _, _, estimates), _ = ordinary
+    assert estimates == [step] == [6]
+
+
+def test_csv_logger_gets_one_row_per_step(ordinary):
+    with ordinary[1].open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("train/loss")]
+    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert all(row["train/lr"] for row in rows)
 
 
 def test_early_stopping_by_a_validation_metric_stops_all_ranks():
@@ -190,22 +217,6 @@ def test_overfit_batches_gives_the_same_prompts_and_samples_every_epoch():
         assert samples[0] == samples[1] == samples[2]
 
 
-def test_number_of_steps_is_known_when_optimizers_are_made():
-    def main(rank, size):
-        module = ppo()
-        seen = []
-
-        def scheduler(optimizer):
-            seen.append(module.trainer.estimated_stepping_batches)
-            return decay(optimizer)
-
-        module.lr_scheduler_factory = scheduler
-        trainer = fit(size, module, max_epochs=3)
-        return seen, trainer.global_step
-
-    assert on_ranks(main) == [([6], 6)] * 2
-
-
 class LogsRanks(Callback):
     """Logs what Lightning reduces at the end of the epoch: when the bar of rank zero asks, on the other ranks later."""
 
@@ -220,17 +231,6 @@ def test_progress_bars_run_and_metrics_of_an_epoch_that_they_show_are_reduced_ov
         return [(trainer.global_step, float(trainer.callback_metrics["rank"])) for trainer in trainers]
 
     assert on_ranks(main) == [[(4, 0.5), (4, 0.5)]] * 2
-
-
-def test_csv_logger_gets_one_row_per_step(tmp_path):
-    def main(rank, size):
-        fit(size, max_epochs=2, logger=CSVLogger(tmp_path, "csv", ""))
-
-    on_ranks(main)
-    with (tmp_path / "csv" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get("train/loss")]
-    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3]
-    assert all(row["train/lr"] for row in rows)
 
 
 class StrictLogger(RecordingLogger):
