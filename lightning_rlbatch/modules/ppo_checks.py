@@ -145,7 +145,7 @@ def _check_rollouts(module: "PPOModule") -> None:
     if module.rollout_tensor_parallel_size < 1:
         raise ValueError(f"Expected rollout_tensor_parallel_size to be at least 1 but got {module.rollout_tensor_parallel_size}.")
     if module.max_turns is not None and module.max_turns < 1:
-        raise ValueError(f"Expected max_turns to be at least 1 but got {module.max_turns}.")
+        raise ValueError(f"Expected at least one turn of the policy with an environment but got max_turns={module.max_turns}.")
     if module.max_sampling_rounds < 1:
         raise ValueError(f"Expected max_sampling_rounds to be at least 1 but got {module.max_sampling_rounds}.")
 

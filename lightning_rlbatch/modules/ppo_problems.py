@@ -120,8 +120,8 @@ def _estimator_problems(options: Mapping[str, Any], estimator: Estimator) -> Ite
     if estimator.weighs_rewards and any(weight != 1 for weight in weights):
         yield (
             "reward_weights",
-            f"The advantage {estimator.name} adds the rewards by weights of its own, 1 each by default, so that the weights {weights} of"
-            " reward_weights and reward_model_weight would have no effect on it. Set the advantage's weights to them.",
+            f"The advantage {estimator.name} adds the rewards by weights of its own, 1 each by default, so that"
+            f" reward_weights={options.get('reward_weights')} would have no effect on it. Set the advantage's weights to {weights}.",
         )
 
 

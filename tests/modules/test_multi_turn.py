@@ -206,7 +206,7 @@ def test_conversations_go_on_in_the_words_of_the_template():
 
 
 def test_options_of_turns_need_each_other():
-    with pytest.raises(ValueError, match="max_turns=3 bounds the turns between the policy and an environment, here None"):
+    with pytest.raises(ValueError, match="max_turns=3 bounds the turns between the policy and an environment, and there is none"):
         PPOModule(tiny_llama, [length_reward], max_turns=3)
     with pytest.raises(ValueError, match="max_turns=0"):
         PPOModule(tiny_llama, [length_reward], max_turns=0, environment=lambda prompts: prompts)
