@@ -136,7 +136,7 @@ def _words(node: ast.expr, module: str) -> Iterator[str]:
         elif name == "timedelta":
             yield "a duration such as 0:30:00"
         elif found is not None:
-            yield f"a {name} (its class_path, with init_args)"
+            yield f"{'an' if name[0] in 'AEIOU' else 'a'} {name} (its class_path, with init_args)"
         elif name != "Any":
             yield _WORDS.get(name, name)
 

@@ -1,7 +1,7 @@
 """Rules about the range of single numbers, of every class of this package that a configuration may name."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from lightning_rlbatch.cli.findings import Findings, refused
@@ -46,8 +46,10 @@ def check_ranges(run: RunConfig) -> Findings:
         if section.options is not None:
             known = {name: value for name, value in section.given.items() if section.has(name)}
             yield from _check(known, "")
-    for name, given in _callbacks(run):
-        yield from _check(given, f" of {name}")
+    for path, given in run.callbacks:
+        source = part_source(path)
+        if source is not None and source.path.startswith("lightning_rlbatch."):
+            yield from _check(given, f" of {path.rpartition('.')[2]}")
 
 
 def _check(given: dict[str, Any], owner: str) -> Findings:
@@ -58,12 +60,3 @@ def _check(given: dict[str, Any], owner: str) -> Findings:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not isinstance(number, bool) and not fits(number):
                 yield refused(name, text=f"`{name}`{owner} must be {words} but is {number}{_ADVICE.get(name, '')}.")
-
-
-def _callbacks(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    callbacks = run.trainer.given.get("callbacks")
-    for value in callbacks if isinstance(callbacks, list) else [callbacks]:
-        path, given = (value.get("class_path"), value.get("init_args")) if isinstance(value, dict) else (None, None)
-        source = part_source(path) if isinstance(path, str) else None
-        if source is not None and source.path.startswith("lightning_rlbatch.") and isinstance(given, dict):
-            yield str(path).rpartition(".")[2], given

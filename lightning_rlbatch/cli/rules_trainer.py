@@ -1,8 +1,6 @@
 """Rules about the Trainer: what Lightning or our modules refuse of it, strategies, precision, callbacks."""
 
 import difflib
-from collections.abc import Iterator
-from typing import Any
 
 from lightning_rlbatch.cli.findings import Findings, note, refused, without_effect
 from lightning_rlbatch.cli.run_config import RunConfig, load_pure
@@ -94,7 +92,7 @@ def _check_precision(run: RunConfig) -> Findings:
 
 def _check_callbacks(run: RunConfig) -> Findings:
     told = load_pure("modules.callback_reasons")
-    for path, given in _callbacks(run):
+    for path, given in run.callbacks:
         name, source = path.rpartition(".")[2], class_source(path)
         reasons = [
             told.CALLBACK_REASONS[base] for base in ({name} if source is None else source.ancestors) if base in told.CALLBACK_REASONS
@@ -126,12 +124,3 @@ def _check_callbacks(run: RunConfig) -> Findings:
             yield refused(
                 "file_format", text=f"file_format={given['file_format']!r} has no effect without dirpath. Set dirpath, or drop it."
             )
-
-
-def _callbacks(run: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    found = run.trainer.given.get("callbacks")
-    for value in found if isinstance(found, list) else [found]:
-        path = value.get("class_path") if isinstance(value, dict) else value
-        given = value.get("init_args") if isinstance(value, dict) else None
-        if isinstance(path, str):
-            yield path, given if isinstance(given, dict) else {}

@@ -98,6 +98,17 @@ class RunConfig:
         return _section(key, {**made, "class_path": path if "." in path else f"lightning_rlbatch.rollout.{path}"})
 
     @property
+    def callbacks(self) -> list[tuple[str, dict[str, Any]]]:
+        """Import path of each of the Trainer's callbacks, with the arguments that are given."""
+        given = self.trainer.given.get("callbacks")
+        found = []
+        for value in given if isinstance(given, list) else [given]:
+            path, arguments = (value.get("class_path"), value.get("init_args")) if isinstance(value, dict) else (value, None)
+            if isinstance(path, str):
+                found.append((path, arguments if isinstance(arguments, dict) else {}))
+        return found
+
+    @property
     def sp_size(self) -> int:
         """Sequence-parallel size, 1 unless it is a whole number of at least 1."""
         return self.strategy.number("sequence_parallel_size") or 1

@@ -146,7 +146,7 @@ def test_callbacks_and_engines_are_walked_too():
         ({"model": {"remove_padding": {"a": 1}}}, "`remove_padding` must be true or false"),
         ({"model": {"reward_weights": [1, "x"]}}, "`reward_weights` must be a list of number or null"),
         ({"model": {"reward_functions": "my.reward"}}, "`reward_functions` must be a list of"),
-        ({"model": {"advantage": 3}}, "`advantage` must be a AdvantageEstimator (its class_path, with init_args) but is 3."),
+        ({"model": {"advantage": 3}}, "`advantage` must be an AdvantageEstimator (its class_path, with init_args) but is 3."),
         ({"model": {"policy_loss": {"class_path": f"{PLACES}PPOClip", "init_args": {"clip_low": "low"}}}},
          "`clip_low` of PPOClip must be a number"),
         ({"model": {"policy_loss": {"class_path": f"{PLACES}DPPO", "init_args": {"divergence": "js"}}}}, "one of 'tv', 'kl'"),
