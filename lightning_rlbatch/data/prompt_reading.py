@@ -166,10 +166,8 @@ def _rows(source: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _listed(source: Any) -> list[Any] | None:
     """Return the rows of an object that holds them; None if it holds none."""
     if hasattr(source, "columns") and hasattr(source, "to_dict"):  # a DataFrame, which iterates over its columns
-        table: list[Any] = _without_arrays(
-            source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")
-        )  # polars, pandas
-        return table
+        rows: list[Any] = source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")  # polars, pandas
+        return [_without_arrays(row) for row in rows]
     if hasattr(source, "with_format") and getattr(source, "format", {}).get("type") in _OTHER_FORMATS:
         source = source.with_format(None)
     if isinstance(source, Iterable):
