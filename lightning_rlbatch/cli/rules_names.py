@@ -7,6 +7,7 @@ from typing import Any
 from lightning_rlbatch.cli.annotations import is_known, misfit
 from lightning_rlbatch.cli.config_file import ConfigFileError
 from lightning_rlbatch.cli.findings import Findings, note, refused
+from lightning_rlbatch.cli.imports import import_problem
 from lightning_rlbatch.cli.run_config import RunConfig, Section
 from lightning_rlbatch.cli.signatures import REQUIRED, Option, part_source
 from lightning_rlbatch.cli.suggestions import suggest
@@ -26,7 +27,7 @@ def check_names(run: RunConfig) -> Findings:
     for section in _sections(run):
         if section.options is not None:
             yield from _check_values(section, section.options)
-        elif section.class_path and section.key != "trainer.strategy":
+        elif section.class_path and section.key != "trainer.strategy" and import_problem(section.class_path) is None:  # else refused
             yield note(section.key, text=f"The source of {section.class_path} was not found: its options are not checked here.")
 
 

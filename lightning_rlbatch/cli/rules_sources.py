@@ -204,7 +204,7 @@ def _class_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
     for section in (run.model, run.data):
         if is_import_path(section.class_path):
             yield section.class_path, section.key
-    for name in HOLD_A_CLASS:
+    for name in (*HOLD_A_CLASS, "rollout_engine"):
         value = run.model.given.get(name)
         if isinstance(value, str) and is_import_path(value):
             yield value, name

@@ -210,6 +210,12 @@ def test_short_names_of_callbacks_and_loggers_are_looked_up_and_their_packages_t
     assert texts == [] if text is None else [found.startswith(text) for found in texts] == [True]
 
 
+@pytest.mark.parametrize("value", ["my_engines.Spaning", {"class_path": "my_engines.Spaning"}])
+def test_an_engine_that_does_not_exist_is_one_finding(value):
+    told = [finding.text for finding in explain(run_config(config(model={"rollout_engine": value}))).findings if "Spaning" in finding.text]
+    assert told == ["`rollout_engine`: class_path my_engines.Spaning: `my_engines` has no `Spaning`. Did you mean `my_engines.Spanning`?"]
+
+
 def test_a_folder_with_a_model_and_no_tokenizer_is_refused_as_tokenizer_by_explain_and_by_the_run(project):
     (project / "trained").mkdir()
     for name in ("config.json", "model.safetensors"):
