@@ -13,6 +13,7 @@ from typing_extensions import Self, override
 
 from lightning_rlbatch.modules.hyperparameters import required_arguments
 from lightning_rlbatch.modules.own_hooks import KeepsOwnHooks
+from lightning_rlbatch.modules.restarts import reopen_epoch
 from lightning_rlbatch.strategies.atomic import is_local
 from lightning_rlbatch.strategies.checkpoint_paths import is_sharded, require_checkpoint
 from lightning_rlbatch.strategies.sharded import fill_alone, outline, read_meta
@@ -39,6 +40,7 @@ class LoadsFromCheckpoints(KeepsOwnHooks):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._unrecorded_in_checkpoint = checkpoint.get(_UNRECORDED, ())
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            reopen_epoch(checkpoint, self.trainer)
             changed = _changed(checkpoint.get("hyper_parameters", {}), dict(self.hparams))
             if changed:
                 rank_zero_info(f"Resuming with other options of {type(self).__name__}: {'; '.join(changed)}.")

@@ -6,10 +6,11 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.tensor import DTensor
 
+from lightning_rlbatch.callbacks import RLBatchModelCheckpoint
 from lightning_rlbatch.modules import SFTModule
 from lightning_rlbatch.strategies import FSDPMixedPrecision, RLBatchFSDPStrategy
 from lightning_rlbatch.testing import run_distributed
@@ -169,6 +170,43 @@ class Told(logging.Handler):
 
     def emit(self, record):
         self.texts.append(record.getMessage())
+
+
+class LoggedSteps(Callback):
+    """Notes the step under which loggers are given the metrics of each batch."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_start(self, trainer, *args):
+        self.steps.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+@pytest.mark.parametrize("stop", [2, 3])  # at the end of an iteration, and inside of one
+def test_what_was_saved_behind_an_epoch_goes_on_alike_with_more_steps_and_with_more_epochs(stop, tmp_path):
+    ways = [({"max_steps": 6, "max_epochs": -1}, "end.ckpt"), ({"max_epochs": 3}, "end.ckpt"), ({"max_steps": 6}, "fit.ckpt")]
+
+    def main(rank, size):
+        def go(**options):
+            logged = LoggedSteps()
+            callbacks = (logged, *options.pop("callbacks", ()))
+            return run(ppo(), rollouts(), size, strategy="auto", callbacks=callbacks, **options), logged.steps
+
+        saver = RLBatchModelCheckpoint(str(tmp_path), "end")
+        whole = go(max_epochs=3)
+        go(max_steps=stop, callbacks=(saver,), enable_checkpointing=True, save_to=str(tmp_path / "fit.ckpt"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return whole, [go(**options, ckpt_path=str(tmp_path / name)) for options, name in ways]
+
+    (whole, logged), resumed = on_ranks(main, 1)[0]
+    for rest, logged_again in resumed:
+        assert rest["steps"] == whole["steps"][stop:]
+        assert logged_again == logged[stop:]
+        assert [number for number, *_ in rest["collections"]] == [1, 2]
+        assert (rest["global_step"], rest["epoch"]) == (6, 3)
+        if stop == 2:
+            assert_same_state(rest, whole)
 
 
 def test_a_second_fit_goes_on_with_weights_and_data_but_with_a_new_optimizer_and_says_so(uninterrupted):
