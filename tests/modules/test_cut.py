@@ -85,22 +85,30 @@ def test_short_last_mini_batch_is_divided_by_its_own_counts(every_rank):
         assert first["train/loss"] == pytest.approx(rest, rel=1e-6)
 
 
-@pytest.mark.parametrize("number", [1, 3, 7, 206])
-def test_any_number_of_samples_trains_each_exactly_once_on_four_ranks(number):
-    rows = [constant_sample(1 + index % 5, float(index), index) for index in range(number)]
+NUMBERS = (1, 3, 7, 206)
 
+
+@pytest.fixture(scope="module")
+def on_four_ranks():
     def fn(rank, world_size):
-        outcome = []
-        for options in [{}, {"balance": False}, {"planner": "per_rank"}, {"equal_size": True}]:
-            module = ConstantLossModule()
-            data = SFTDataModule(rows, mini_batch_size=number, max_tokens_per_rank=16, **options)
-            recorder = fit(module, data, world_size, "rlbatch_fsdp")
-            outcome.append((module.seen[0], module.num_micro_batches, recorder.metrics[0]))
+        outcome = {}
+        for number in NUMBERS:
+            rows = [constant_sample(1 + index % 5, float(index), index) for index in range(number)]
+            for options in [{}, {"balance": False}, {"planner": "per_rank"}, {"equal_size": True}]:
+                module = ConstantLossModule()
+                data = SFTDataModule(rows, mini_batch_size=number, max_tokens_per_rank=16, **options)
+                recorder = fit(module, data, world_size, "rlbatch_fsdp")
+                outcome.setdefault(number, []).append((module.seen[0], module.num_micro_batches, recorder.metrics[0]))
         return outcome
 
+    return run_distributed(fn, 4, init_process_group=False)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_any_number_of_samples_trains_each_exactly_once_on_four_ranks(number, on_four_ranks):
     tokens = sum(1 + index % 5 for index in range(number))
     expected = sum(index * (1 + index % 5) for index in range(number)) / tokens
-    for ranks in zip(*run_distributed(fn, 4, init_process_group=False)):
+    for ranks in zip(*(rank[number] for rank in on_four_ranks)):
         assert sorted(index for seen, _, _ in ranks for index in seen) == list(range(number))
         assert len({num_micro_batches for _, num_micro_batches, _ in ranks}) == 1
         for _, _, metrics in ranks:
