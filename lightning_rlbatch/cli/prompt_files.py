@@ -99,7 +99,7 @@ def _row_problem(place: str, row: Mapping[str, Any]) -> str | None:
         return f"{place} has no column 'prompt'; it has {', '.join(map(repr, row)) or 'none'}. Rename one of them, or add it."
     prompt = row["prompt"]
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt and all(isinstance(item, Mapping) for item in prompt)):
-        return f"{place}: column 'prompt' must be text, or a list of messages, but is {str(prompt)[:80]!r}."
+        return f"{place}: column 'prompt' must be text, or a list of messages, but is {repr(prompt)[:80]}."
     return hidden_column(place, row)
 
 

@@ -23,7 +23,7 @@ def as_conversation(prompt: Any) -> Conversation | None:
         return None
     is_list = isinstance(prompt, Sequence) and len(prompt) > 0
     if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in prompt):
-        raise ValueError(f"a prompt must be text, or a list of messages with 'role' and 'content', but is {str(prompt)[:80]!r}")
+        raise ValueError(f"a prompt must be text, or a list of messages with 'role' and 'content', but is {repr(prompt)[:80]}")
     # Parquet gives every message the keys of all of them.
     return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in prompt]
 

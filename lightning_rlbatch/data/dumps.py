@@ -232,7 +232,7 @@ def _first(row: Mapping[str, Any], keys: Sequence[str], kind: str) -> Any:
 def _ids_in(row: Mapping[str, Any], kind: str, place: str) -> list[int] | None:
     ids = row.get(f"{kind}_ids")
     if ids is not None and not (isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)):
-        raise ValueError(f"{place}: expected {kind}_ids to be a list of token ids but got {str(ids)[:80]!r}.")
+        raise ValueError(f"{place}: expected {kind}_ids to be a list of token ids but got {repr(ids)[:80]}.")
     return ids
 
 

@@ -126,7 +126,7 @@ def _placed_rows(source: PromptSource, name: str) -> Iterator[tuple[str, dict[st
     for place, row in _rows(source, name):
         is_empty = False
         if not isinstance(row, Mapping) or "prompt" not in row:
-            raise ValueError(f"{place} must be an object with a 'prompt' but is {str(row)[:80]!r}.")
+            raise ValueError(f"{place} must be an object with a 'prompt' but is {repr(row)[:80]}.")
         hidden = [column for column in _ARGUMENTS if column in row]
         if hidden:
             raise ValueError(

@@ -30,7 +30,7 @@ from lightning_rlbatch.modules.loading import LoadsFromCheckpoints
 from lightning_rlbatch.modules.schedulers import AdvancesSchedulers, PlateauSteps
 from lightning_rlbatch.modules.step_sums import accumulate, ratios
 from lightning_rlbatch.modules.stop_hooks import StopsTogether
-from lightning_rlbatch.modules.trainer_checks import check_manual_optimization, check_strategy
+from lightning_rlbatch.modules.trainer_checks import check_makers, check_manual_optimization, check_strategy
 from lightning_rlbatch.strategies.access import averages_over, check_collectives, meshes_of
 from lightning_rlbatch.strategies.compatibility import use_atomic_checkpoints
 from lightning_rlbatch.strategies.watching import meet_before_communicating, watches_ranks
@@ -93,6 +93,7 @@ class RLBatchModule(LoadsFromCheckpoints, AdvancesSchedulers, StopsTogether):
         super().__init__()
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"Expected max_grad_norm to be positive but got {max_grad_norm}. Pass None to switch clipping off.")
+        check_makers(optimizer=optimizer, lr_scheduler=lr_scheduler)
         arguments, self.unrecorded_arguments = hyperparameters(self, inspect.currentframe())
         self.save_hyperparameters(arguments)
         self.automatic_optimization = False

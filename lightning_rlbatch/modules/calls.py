@@ -119,7 +119,7 @@ def one_for_each(what: str, returned: Any, items: Sequence[Any], wanted: str, ki
         ValueError: It returned too few or too many.
     """
     if isinstance(returned, (Mapping, Set, str)) or not isinstance(returned, Iterable):
-        raise TypeError(f"{what} must return {wanted}, in order, but returned {str(returned)[:80]!r}.")
+        raise TypeError(f"{what} must return {wanted}, in order, but returned {repr(returned)[:80]}.")
     listed = list(returned)
     if len(listed) != len(items):
         raise ValueError(f"{what} returned {len(listed)} {kind} for {len(items)} completions. Return {wanted}, in order.")

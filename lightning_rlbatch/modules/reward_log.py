@@ -42,7 +42,7 @@ class RewardLog:
             try:
                 number = float(value)
             except (TypeError, ValueError):
-                raise TypeError(f"log_metric({name!r}, ...) takes a number but got {str(value)[:80]!r}.") from None
+                raise TypeError(f"log_metric({name!r}, ...) takes a number but got {repr(value)[:80]}.") from None
             if math.isnan(number):
                 return  # nothing to tell
             total, weight = self.sums.get(str(name), (0.0, 0.0))

@@ -1,9 +1,26 @@
-"""Refuse Trainers that cannot run our modules, in words that name what to use instead."""
+"""Refuse Trainers and options that cannot run our modules, in words that name what to use instead."""
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed.tensor import DTensor
+
+
+def check_makers(**makers: object) -> None:
+    """Refuse an optimizer or a scheduler in the place of what makes one.
+
+    Args:
+        **makers: Options of the module by name; None is left out.
+
+    Raises:
+        TypeError: Says what to pass.
+    """
+    for option, maker in makers.items():
+        if maker is not None and not callable(maker):
+            raise TypeError(
+                f"{option} must be a function that makes one, such as functools.partial(torch.optim.AdamW, lr=1e-6) for optimizer, but is a"
+                f" {type(maker).__name__} that is made already: parameters exist when training starts, not before."
+            )
 
 
 def check_strategy(trainer: "pl.Trainer", module: "pl.LightningModule") -> None:

@@ -193,7 +193,7 @@ class ResponseSampler:
                 return encode_rendered(prompts.tokenizer, reply[0]["content"])
             return encode_reply(prompts.tokenizer, reply, template_options(prompts.columns[response.prompt]))
         except Exception as error:  # a tokenizer or its template may raise anything
-            told = f"{str(reply)[:80]!r} ({type(error).__name__}: {error})"
+            told = f"{repr(reply)[:80]} ({type(error).__name__}: {error})"
             raise ValueError(f"The environment's reply cannot be tokenized: {told}.") from error
 
 
@@ -205,7 +205,7 @@ def _messages(reply: Any, *, is_text: bool) -> Conversation:
     are_messages = isinstance(given, list | tuple) and all(isinstance(message, Mapping) and "role" in message for message in given)
     if is_text or not are_messages or not given:
         wanted = "text or None" if is_text else "text, a message with a 'role', a list of these, or None"
-        raise TypeError(f"The environment must return {wanted} for each response but returned {str(reply)[:80]!r}.")
+        raise TypeError(f"The environment must return {wanted} for each response but returned {repr(reply)[:80]}.")
     return [dict(message) for message in given]
 
 

@@ -31,7 +31,7 @@ def checked_completions(engine: object, returned: Any, num_requests: int) -> lis
 
 def _checked(name: str, index: int, completion: Any) -> Completion:
     if not isinstance(completion, Completion):
-        raise TypeError(f"{name} returned {str(completion)[:80]!r} for request {index} but must return a Completion for each.")
+        raise TypeError(f"{name} returned {repr(completion)[:80]} for request {index} but must return a Completion for each.")
     where = f"of {name} for request {index}"
     try:
         token_ids = [operator.index(token) for token in _plain(completion.token_ids)]

@@ -249,5 +249,5 @@ def _read(row: Mapping[str, Any], encode: Callable[[Any], Sequence[int]] | None,
 def _token_ids(row: Mapping[str, Any], name: str) -> list[int]:
     ids = row[name]
     if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
-        raise ValueError(f"expected {name} to be a list of token ids but got {str(ids)[:80]!r}")
+        raise ValueError(f"expected {name} to be a list of token ids but got {repr(ids)[:80]}")
     return ids

@@ -47,7 +47,7 @@ def completion_text(completion: Any) -> str:
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
         if all(isinstance(text, str) for text in texts) and not messages[0].get("tool_calls"):
             return "".join(map(str, texts))
-    raise ValueError(f"the completion must be text, or one message of the assistant with text, but is {str(completion)[:80]!r}")
+    raise ValueError(f"the completion must be text, or one message of the assistant with text, but is {repr(completion)[:80]}")
 
 
 def _place(kind: str, number: int, path: Path, option: str | None) -> str:
@@ -68,7 +68,7 @@ def _json_rows(path: Path, option: str | None, on_cut: OnCut | None) -> Iterator
                 on_cut(f"The end of {path} breaks off: line {number} is left out.")
                 return
             if not isinstance(row, dict):
-                raise ValueError(f"{place} must be a JSON object but is {str(row)[:80]!r}. Write one object per line.")
+                raise ValueError(f"{place} must be a JSON object but is {repr(row)[:80]}. Write one object per line.")
             yield number, row
 
 

@@ -145,7 +145,7 @@ def test_completions_are_tokenized_without_special_tokens(tmp_path):
         ("not json", "Line 1 of .* is not JSON"),
         ("[1]", "Line 1 of .* must be a JSON object"),
         ('{"completion": "b", "reward": 1}', "expected the prompt under prompt or input but got nothing"),
-        ('{"prompt": 7, "completion": "b", "reward": 1}', "Line 1 of .*: a prompt must be text, or a list of messages .* but is '7'"),
+        ('{"prompt": 7, "completion": "b", "reward": 1}', "Line 1 of .*: a prompt must be text, or a list of messages .* but is 7"),
         ('{"prompt": "a", "completion": ["b"], "reward": 1}', "Line 1 of .*: the completion must be text, or one message .* but is "),
         ('{"prompt": "a", "completion": "b", "reward": 1, "step": "x"}', "Line 1 of .*: expected iteration or step to be an integer"),
         ('{"prompt": "a", "completion": "b", "reward": "good"}', r"finite number or null as reward but got \['good'\]"),

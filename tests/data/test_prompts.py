@@ -162,7 +162,7 @@ def test_a_dataset_of_torch_is_read_by_its_length():
     ("source", "error", "message"),
     [
         (lambda: [], ValueError, "val_prompts has no rows"),
-        (lambda: [{"question": "a"}], ValueError, "val_prompts: row 0 must be an object with a 'prompt' but is \"{'question': 'a'}\""),
+        (lambda: [{"question": "a"}], ValueError, "val_prompts: row 0 must be an object with a 'prompt' but is {'question': 'a'}"),
         ("no/such/file.jsonl", ValueError, "neither an existing file nor the import path of a function"),
         (["no/such/file.jsonl"], ValueError, "no such file: 'no/such/file.jsonl'"),
         ({"train": ROWS, "test": ROWS}, TypeError, "several splits, 'train', 'test'. Pass one of them"),
@@ -180,11 +180,11 @@ def test_unusable_sources_are_refused_with_their_option(source, error, message):
     [
         (b'{"prompt": "a"}\n{"prompt": \n', "train_prompts: line 2 of {file} is not JSON (Expecting value: line 2 column 1 (char 12))."),
         (b'{"prompt": "a"}\n\n{"prompt": "b', "train_prompts: line 3 of {file} is not JSON (Unterminated string"),  # prompts are not cut
-        (b'{"prompt": "a"}\n["a"]\n', "train_prompts: line 2 of {file} must be a JSON object but is \"['a']\". Write one object per line."),
+        (b'{"prompt": "a"}\n["a"]\n', "train_prompts: line 2 of {file} must be a JSON object but is ['a']. Write one object per line."),
         (b'[\n{"prompt": "a"}\n]\n', "train_prompts: line 1 of {file} is not JSON"),
         (
             b'{"prompt": "a"}\n{"text": "b"}\n',
-            "train_prompts: line 2 of {file} must be an object with a 'prompt' but is \"{{'text': 'b'}}\".",
+            "train_prompts: line 2 of {file} must be an object with a 'prompt' but is {{'text': 'b'}}.",
         ),
         (b'{"prompt": "\xe4"}\n', "train_prompts: line 1 of {file} is not UTF-8 (invalid continuation byte at byte 12). Convert the file."),
         (

@@ -300,6 +300,10 @@ def test_a_reward_function_given_by_name_in_python_is_refused_at_once():
         ({"advantage": GAE}, r"advantage must be an object such as GRPO\(\) but is <class"),
         ({"kl_reward": 0.1}, r"kl_reward must be an object such as FixedKL\(0.001\) but is 0.1"),
         ({"rollout_correction": True}, "rollout_correction must be an object such as"),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+            "optimizer must be a function that makes one.*but is a SGD that is made",
+        ),
     ],
 )
 def test_a_name_a_number_or_one_function_in_the_place_of_an_object_or_a_list_is_refused_with_what_to_pass(options, words):

@@ -172,9 +172,9 @@ def test_response_that_was_cut_off_is_not_answered():
     ("replies", "error", "message"),
     [
         (["x"], ValueError, "returned 1 replies for 3 completions"),
-        (None, TypeError, "must return one reply (or None) per completion, in order, but returned 'None'"),
+        (None, TypeError, "must return one reply (or None) per completion, in order, but returned None"),
         ("abc", TypeError, "must return one reply (or None) per completion, in order, but returned 'abc'"),
-        ([1, 2, 3], TypeError, "must return text or None for each response but returned '1'"),
+        ([1, 2, 3], TypeError, "must return text or None for each response but returned 1"),
         ([{"role": "tool", "content": "x"}] * 3, TypeError, "must return text or None"),
     ],
 )

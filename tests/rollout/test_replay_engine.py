@@ -97,7 +97,7 @@ def test_conversations_are_encoded_by_the_given_function_and_a_line_that_breaks_
     ("line", "message"),
     [
         ("{\n", "Line 2 of .*x.jsonl is not JSON"),
-        ("[1]", r"Line 2 of .*x.jsonl must be a JSON object but is '\[1\]'"),
+        ("[1]", r"Line 2 of .*x.jsonl must be a JSON object but is \[1\]"),
         ('{"prompt": "a", "score": 1}', r"but got \['prompt', 'score'\]"),
         ('{"prompt": "a", "completion": "b"}', "Line 2 of .*x.jsonl: the row holds text; pass encode"),
         ('{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}', "must be text, or one message of the assistant with text"),
