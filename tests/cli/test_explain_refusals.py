@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import time
 import types
 import typing
 from pathlib import Path
@@ -189,7 +188,7 @@ GDPO = {"class_path": f"{PLACES}GDPO"}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": {"advantage": {**GDPO, "init_args": {"weights": [1.0, 2.0]}}}}, "2"),
+        ({"model": {"advantage": {**GDPO, "init_args": {"weights": [1.0, 2.0]}}}}, "one weight for each of 1 rewards but got"),
         ({"model": {"advantage": {"class_path": "PassAtKTraining"}}, "data": {"rollouts_per_prompt": 4}}, "needs at least 5 rollouts"),
         ({"model": {"overlong_buffer": 500}}, "max_response_length=412"),
         ({"model": {"answer_function": "statistics.no_such"}}, "`answer_function`: "),
@@ -372,12 +371,10 @@ def test_what_a_reward_function_takes_must_be_a_column(folder):
     assert "Reward function 'exact' takes scale, but the rows of `train_prompts` have no such column. It may take: answer, " in text
 
 
-def test_a_large_file_is_read_in_part_within_seconds_and_that_is_said(folder, monkeypatch):
+def test_of_a_large_file_a_part_is_read_and_that_is_said(folder, monkeypatch):
     monkeypatch.setattr("lightning_rlbatch.cli.prompt_files.MOST_BYTES", 2000)
     (folder / "large.jsonl").write_text('{"prompt": "some words"}\n' * 1000 + "no JSON\n")
-    start = time.process_time()
     findings = explain(run_config(config(data={"train_prompts": "large.jsonl"}))).findings
-    assert time.process_time() - start < 3
     assert any("rows of large.jsonl were looked at" in finding.text for finding in findings)
     assert not any(finding.level == "refused" for finding in findings)
 
