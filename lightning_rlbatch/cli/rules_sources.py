@@ -149,7 +149,7 @@ def _check_reward_names(run: RunConfig) -> Findings:
     """Find reward functions whose metric would take the place of another."""
     functions = run.model.given.get("reward_functions")
     for path in functions if isinstance(functions, list) else []:
-        problem = load_pure("modules.reward_name").reserved_name_problem(path.rpartition(".")[2]) if isinstance(path, str) else None
+        problem = load_pure("modules.ppo_problems").reserved_name_problem(path.rpartition(".")[2]) if isinstance(path, str) else None
         if problem is not None:
             yield refused("reward_functions", text=problem)
 

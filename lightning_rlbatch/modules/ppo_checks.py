@@ -9,8 +9,14 @@ from lightning_rlbatch.functional.kl import KL_KINDS
 from lightning_rlbatch.functional.trial import algorithm_errors
 from lightning_rlbatch.models.scoring import check_head_memory
 from lightning_rlbatch.modules.correction import RolloutCorrection
-from lightning_rlbatch.modules.ppo_problems import OPTIONS, Estimator, group_size_problem, ppo_problems, reward_weights
-from lightning_rlbatch.modules.reward_name import reserved_name_problem
+from lightning_rlbatch.modules.ppo_problems import (
+    OPTIONS,
+    Estimator,
+    group_size_problem,
+    ppo_problems,
+    reserved_name_problem,
+    reward_weights,
+)
 from lightning_rlbatch.rollout.engine import SamplingParams
 from lightning_rlbatch.rollout.engine_config import EngineConfig
 

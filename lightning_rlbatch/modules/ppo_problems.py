@@ -3,6 +3,7 @@
 The standard library only: ``rlbatch explain`` asks the same questions without loading torch.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ OPTIONS = (
     "value_clip",
 )
 """Those that are looked at."""
+# The metric reward/<name> is that of something else.
+_RESERVED = re.compile(r"mean|std|reward_model|zero_variance_all_(right|wrong)|resampled_groups|best_of_\d+|majority_of_\d+")
 
 
 class Estimator(NamedTuple):
@@ -81,6 +84,24 @@ def group_size_problem(estimator: Any, needed: int, rollouts_per_prompt: int) ->
     return (
         f"The advantage {estimator} needs at least {needed} rollouts of a prompt but rollouts_per_prompt is {rollouts_per_prompt}: every"
         " advantage would be 0. Raise rollouts_per_prompt, or choose another estimator."
+    )
+
+
+def reserved_name_problem(name: str) -> str | None:
+    """Return why a reward function may not have a name; None if it may.
+
+    Args:
+        name: Of the function.
+
+    Example:
+        >>> reserved_name_problem("exact_match") is None, reserved_name_problem("mean")[:40]
+        (True, "A reward function is named 'mean', but r")
+    """
+    if not _RESERVED.fullmatch(name):
+        return None
+    return (
+        f"A reward function is named {name!r}, but reward/{name} is a metric of all rewards: one of the two would be lost. Rename the"
+        " function, or wrap it in one of another name."
     )
 
 
