@@ -334,7 +334,7 @@ def folder(tmp_path, monkeypatch):
         ("", "prompts.jsonl has no rows: it is empty."),
         ('{"prompt": "a"}\n\n{"prompt": \n', "Line 3 of prompts.jsonl is not JSON"),
         ('{"prompt": "a"}\n[1]\n', "Line 2 of prompts.jsonl must be a JSON object"),
-        ('{"prompt": 3}\n', "Line 1 of prompts.jsonl: column 'prompt' must be text, or a list of messages, but is '3'"),
+        ('{"prompt": 3}\n', "Line 1 of prompts.jsonl: column 'prompt' must be text, or a list of messages, but is 3."),
         ('{"prompt": "a", "completions": "b"}\n', "a column 'completions', which would hide"),
     ],
 )
