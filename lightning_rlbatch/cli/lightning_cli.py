@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 import lightning_rlbatch
-from lightning_rlbatch.cli.config_file import SUBCOMMANDS
+from lightning_rlbatch.cli.config_file import SUBCOMMANDS, ConfigFileError, read_config
 from lightning_rlbatch.cli.imports import is_import_path
 from lightning_rlbatch.cli.outputs import print_outputs, write_predictions
 from lightning_rlbatch.cli.run_errors import report_failure
@@ -35,10 +35,11 @@ class RLBatchCLI(LightningCLI):
 
     The optimizer is an argument of the module, since parameters exist only after the strategy has sharded the models.
 
-    Four things differ from LightningCLI:
+    Five things differ from LightningCLI:
 
     * A class of ``--model`` or ``--data`` is known before the configuration files are read, so that a file may leave it out.
     * ``trainer.strategy`` takes a class path alone, where LightningCLI takes every text for a registered name.
+    * ``strategy: rlbatch_fsdp`` of a file takes ``--trainer.strategy.sequence_parallel_size`` and the strategy's other options.
     * With ``--ckpt_path`` the options of the model are those of the configuration. LightningCLI replaces them by the ones in the
       checkpoint, so that a changed option of a resumed run would have no effect.
     * Without a ``trainer.logger`` the logger is a :class:`CSVLogger`, which ``rlbatch report`` reads, whatever is installed.
@@ -69,7 +70,7 @@ class RLBatchCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         if args is None or isinstance(args, list):
-            self.config = parser.parse_args(classes_first(sys.argv[1:] if args is None else args))
+            self.config = parser.parse_args(strategy_as_class(classes_first(sys.argv[1:] if args is None else args)))
         else:
             super().parse_arguments(parser, args)
         options = self._options()
@@ -137,6 +138,25 @@ def classes_first(arguments: Sequence[str]) -> list[str]:
             early.append(f"{name.removesuffix('.class_path')}={value}")
     place = 1 if rewritten and not rewritten[0].startswith("-") else len(rewritten)  # of the subcommand's options
     return [*rewritten[:place], *(early if place == 1 else []), *rewritten[place:]]
+
+
+def strategy_as_class(arguments: list[str]) -> list[str]:
+    """Return a command line that names our strategy by its class before it sets an option of it: a registered name has no options.
+
+    Args:
+        arguments: Command line after the program's name.
+    """
+    by_class = (f"{_STRATEGY}.class_path", f"{_STRATEGY}.help")
+    is_option = [argument.startswith(f"{_STRATEGY}.") and not argument.startswith(by_class) for argument in arguments]
+    first = is_option.index(True) if True in is_option else 0
+    try:
+        given = read_config(arguments[1:first]).get("trainer") if first > 1 else None
+    except ConfigFileError:
+        return arguments  # whoever reads it next says what is wrong
+    strategy = given.get("strategy") if isinstance(given, dict) else None
+    if not isinstance(strategy, dict) or strategy.get("class_path") != "rlbatch_fsdp":
+        return arguments
+    return [*arguments[:first], f"{by_class[0]}=lightning_rlbatch.RLBatchFSDPStrategy", *arguments[first:]]
 
 
 def run(arguments: list[str] | None) -> None:

@@ -17,7 +17,7 @@ from lightning_rlbatch.cli import RLBatchCLI, main
 from lightning_rlbatch.cli.config_file import read_config
 from lightning_rlbatch.cli.explanation import explain
 from lightning_rlbatch.cli.imports import import_problem
-from lightning_rlbatch.cli.lightning_cli import classes_first
+from lightning_rlbatch.cli.lightning_cli import classes_first, strategy_as_class
 from lightning_rlbatch.cli.outputs import print_outputs
 from lightning_rlbatch.cli.run_config import run_config
 from lightning_rlbatch.cli.saved_config import SaveRunConfig
@@ -169,6 +169,22 @@ def test_classes_come_before_the_files_that_may_leave_them_out():
     ]  # fmt: skip
     for untouched in (["fit", "--model", "model.yaml"], ["fit", "--trainer.strategy=ddp"], ["--config", "all.yaml", "fit"], []):
         assert classes_first(untouched) == untouched
+
+
+@pytest.mark.parametrize("start", ["--config alias.yaml", "--config full.yaml --trainer.strategy=rlbatch_fsdp", "--config full.yaml"])
+def test_options_of_our_strategy_go_with_its_registered_name_too(start, cli, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    Path("alias.yaml").write_text(yaml.safe_dump({**FULL, "trainer": {"strategy": "rlbatch_fsdp"}}))
+    read = cli.read([*start.split(), "--trainer.strategy.sequence_parallel_size", "4", "--trainer.strategy.async_save=true"])
+    strategy = read["trainer"]["strategy"]
+    assert strategy["class_path"].endswith("RLBatchFSDPStrategy")
+    assert (strategy["init_args"]["sequence_parallel_size"], strategy["init_args"]["async_save"]) == (4, True)
+    for untouched in (
+        ["fit", "--trainer.strategy.help"],
+        ["fit", "--trainer.strategy.x=1"],
+        ["fit", "--config=no", "--trainer.strategy.x=1"],
+    ):
+        assert strategy_as_class(untouched) == untouched
 
 
 def test_further_arguments_of_a_class_are_those_of_its_base_only_if_they_go_there():
