@@ -27,6 +27,8 @@ def summary(explanation: Explanation) -> str:
     what = f"One GPU runs at most {explanation.tokens_per_gpu} tokens at once{shared}{padded}"
     if micro.longest_that_fit is None:
         return f"{what}, as whole samples."
+    if (explanation.tokens_per_gpu or 0) * sp < (micro.longest_sample or 0):
+        return f"{what}, fewer than a sample of the longest {micro.longest_sample} has."
     kind = f"sample{'s' * (micro.longest_that_fit > 1)} of the longest {micro.longest_sample}"
     return f"{what}: {micro.longest_that_fit} {kind} tokens per micro-batch, or more shorter ones."
 

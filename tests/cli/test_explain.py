@@ -219,6 +219,10 @@ def test_programs_get_numbers_and_people_the_same_numbers_in_sentences(tmp_path,
 
 def test_the_summary_says_how_many_samples_of_how_many_tokens_one_gpu_runs_at_once():
     assert "at most 1024 tokens at once: 2 samples of the longest 512 tokens" in summary(explain(run_config(config())))
+    refused = config(data={"max_tokens_per_rank": 500})
+    assert "at most 500 tokens at once, fewer than a sample of the longest 512 has." in summary(explain(run_config(refused)))
+    refused["data"]["init_args"]["oversize"] = "isolate"
+    assert "at most 512 tokens at once: 1 sample of the longest 512 tokens" in summary(explain(run_config(refused)))
     static = summary(explain(run_config(config(data=STATIC))))
     assert "runs 2 samples at once" in static
     assert "1024 tokens on one GPU" in static
