@@ -31,3 +31,17 @@ def reopen_epoch(checkpoint: dict[str, Any], trainer: "pl.Trainer") -> None:
 
 def _has_ended(counts: dict[str, int]) -> bool:
     return counts["ready"] == counts["started"] == counts["processed"] > 0
+
+
+def count_begun_epoch(trainer: "pl.Trainer") -> None:
+    """Count the epoch that begins when a run goes on from behind the last step of the one before, which Lightning forgets.
+
+    Checkpoints of that run would say that an epoch has ended which has not begun.
+
+    Args:
+        trainer: The Trainer, about to train.
+    """
+    loop: Any = trainer.fit_loop  # not annotated in Lightning
+    if loop.restarted_mid_epoch and loop.epoch_progress.current.started == loop.epoch_progress.current.processed:
+        loop.epoch_progress.increment_ready()
+        loop.epoch_progress.increment_started()

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_rlbatch.modules.own_hooks import KeepsOwnHooks
+from lightning_rlbatch.modules.restarts import count_begun_epoch
 from lightning_rlbatch.modules.swallowed_stops import require_whole_epoch, require_whole_fit, require_whole_validation
 from lightning_rlbatch.strategies.stopping import Result, StopAgreement
 
@@ -27,6 +28,7 @@ class StopsTogether(KeepsOwnHooks):
                 f"A second fit of this Trainer goes on at step {self.trainer.global_step} with the weights and the position in the data,"
                 " but with a new optimizer and learning-rate schedule: it is not one long run. For that, pass a checkpoint as ckpt_path."
             )
+        count_begun_epoch(self.trainer)
         self._stops = StopAgreement(self.trainer)
 
     @override

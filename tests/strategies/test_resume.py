@@ -197,9 +197,14 @@ def test_what_was_saved_behind_an_epoch_goes_on_alike_with_more_steps_and_with_m
         go(max_steps=stop, callbacks=(saver,), enable_checkpointing=True, save_to=str(tmp_path / "fit.ckpt"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return whole, [go(**options, ckpt_path=str(tmp_path / name)) for options, name in ways]
+            resumed = [go(**options, ckpt_path=str(tmp_path / name)) for options, name in ways]
+            again = str(tmp_path / "again.ckpt")
+            go(max_steps=4, ckpt_path=str(tmp_path / "fit.ckpt"), save_to=again)
+            return whole, resumed, go(max_steps=6, ckpt_path=again)[0]
 
-    (whole, logged), resumed = on_ranks(main, 1)[0]
+    (whole, logged), resumed, third = on_ranks(main, 1)[0]
+    assert (third["steps"], third["epoch"]) == (whole["steps"][4:], 3)
+    assert [number for number, *_ in third["collections"]] == [2]
     for rest, logged_again in resumed:
         assert rest["steps"] == whole["steps"][stop:]
         assert logged_again == logged[stop:]
