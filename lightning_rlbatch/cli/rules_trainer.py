@@ -77,7 +77,8 @@ def _check_precision(run: RunConfig) -> Findings:
     on_cpu = run.trainer.get("accelerator", "auto") == "cpu"
     by_class = run.sharded and "." in run.strategy.class_path
     if by_class and precision is not None and precision not in _WITH_FSDP:
-        plugin = " For fp16 pass the plugin lightning_rlbatch.strategies.FSDPMixedPrecision." if precision == "16-mixed" else ""
+        plugins = {"16-mixed": "lightning_rlbatch.strategies.FSDPMixedPrecision", "64-true": "lightning.pytorch.plugins.DoublePrecision"}
+        plugin = f" In its place pass the plugin {plugins[precision]}." if precision in plugins else ""
         yield refused(
             "precision",
             text=f"trainer.precision={given} cannot be used: Lightning allows {', '.join(_WITH_FSDP)} with a strategy of FSDP2.{plugin}",
