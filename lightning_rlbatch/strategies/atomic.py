@@ -117,7 +117,9 @@ def reading(path: _PATH) -> Iterator[None]:
 def _cause(error: BaseException) -> BaseException:
     """Return the first rank's error where several ranks have written or read together."""
     failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
-    return failures[0][0] if failures else error
+    first = failures[0][0] if failures else error
+    # `torch.save` closes its archive behind an error of the disk, and that fails with a position that says nothing.
+    return first.__context__ if isinstance(first, RuntimeError) and isinstance(first.__context__, OSError) else first
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -1,5 +1,6 @@
 """A resumed run is the run that was never interrupted."""
 
+import errno
 import logging
 import shutil
 import warnings
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_rlbatch.callbacks import RLBatchModelCheckpoint
 from lightning_rlbatch.modules import SFTModule
 from lightning_rlbatch.strategies import FSDPMixedPrecision, RLBatchFSDPStrategy
+from lightning_rlbatch.strategies.atomic import AtomicCheckpointIO
 from lightning_rlbatch.testing import run_distributed
 from tests.helpers import make_trainer, tiny_llama
 from tests.strategies.killed_runs import steps_after_resuming, train_until_killed
@@ -357,3 +359,16 @@ def test_what_is_no_checkpoint_is_named_with_what_is_missing(tmp_path):
         refused("folder.ckpt", "a damaged one", "rlbatch_fsdp")
 
     on_ranks(main, 1)
+
+
+def test_a_full_disk_is_named_in_place_of_what_closing_the_archive_says(tmp_path, monkeypatch):
+    def save(content, file):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos 64 vs 0")  # as the archive of torch does when it is closed
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(RuntimeError, match="could not be written .OSError: .* No space left on device"):
+        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "full.ckpt")
+    assert not list(tmp_path.iterdir())
