@@ -369,6 +369,6 @@ def test_a_full_disk_is_named_in_place_of_what_closing_the_archive_says(tmp_path
             raise RuntimeError("unexpected pos 64 vs 0")  # as the archive of torch does when it is closed
 
     monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(RuntimeError, match="could not be written .OSError: .* No space left on device"):
+    with pytest.raises(RuntimeError, match=r"could not be written \(OSError: .* No space left on device"):
         AtomicCheckpointIO().save_checkpoint({}, tmp_path / "full.ckpt")
     assert not list(tmp_path.iterdir())
