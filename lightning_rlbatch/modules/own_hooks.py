@@ -12,6 +12,7 @@ _HOOKS = (
     "on_load_checkpoint",
     "on_predict_epoch_end",
     "on_predict_epoch_start",
+    "on_predict_start",
     "on_save_checkpoint",
     "on_train_batch_end",
     "on_train_end",
@@ -20,6 +21,7 @@ _HOOKS = (
     "on_validation_end",
     "on_validation_epoch_end",
     "on_validation_epoch_start",
+    "on_validation_start",
 )
 
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_rlbatch.modules.own_hooks import KeepsOwnHooks
 from lightning_rlbatch.modules.restarts import count_begun_epoch
 from lightning_rlbatch.modules.swallowed_stops import require_whole_epoch, require_whole_fit, require_whole_validation
-from lightning_rlbatch.strategies.stopping import Result, StopAgreement
+from lightning_rlbatch.strategies.stopping import Result, StopAgreement, end_at_sigterm
 
 
 class StopsTogether(KeepsOwnHooks):
@@ -20,6 +20,15 @@ class StopsTogether(KeepsOwnHooks):
     """
 
     _stops: StopAgreement | None = None
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._stops is None:  # the first hook of a sanity check, and of `validate`
+            end_at_sigterm()
+
+    @override
+    def on_predict_start(self) -> None:
+        end_at_sigterm()
 
     @override
     def on_train_start(self) -> None:

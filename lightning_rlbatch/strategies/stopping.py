@@ -27,6 +27,30 @@ class CollectionStopped(Exception):  # noqa: N818 - no error: the run ends as it
     """All ranks stop, and the rollouts that were being collected are not trained on."""
 
 
+class Terminated(SystemExit):
+    """SIGTERM arrived where the ranks have no agreement to stop together: it ends its rank as an error does, of which the others hear."""
+
+    def __str__(self) -> str:
+        return "SIGTERM"
+
+
+class _EndsThisRank:
+    """Handles SIGTERM outside of training, where Lightning's handler communicates wherever the signal happens to arrive."""
+
+    def __init__(self, replaced: Any) -> None:
+        self.replaced = replaced
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        raise Terminated(128 + number)
+
+
+def end_at_sigterm() -> None:
+    """Let SIGTERM end this rank at once, until a :class:`StopAgreement` begins or Lightning gives the handlers back."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and not isinstance(handler, _EndsThisRank):
+        signal.signal(signal.SIGTERM, _EndsThisRank(handler))
+
+
 class StopAgreement:
     """Makes ``trainer.should_stop`` and signals take effect on all ranks after the same optimizer step, or in the same collection.
 
@@ -51,6 +75,8 @@ class StopAgreement:
             return  # Python runs signal handlers in the main thread, and allows no other one to set them
         for number in self._signals():
             handler = signal.getsignal(number)
+            if isinstance(handler, _EndsThisRank):
+                handler = handler.replaced
             if callable(handler):
                 self._handlers[number] = handler
                 signal.signal(number, _Noting(self, handler))

@@ -188,3 +188,45 @@ def test_a_collection_ends_although_the_store_has_gone_with_rank_zero():
         return time.monotonic() - start
 
     assert run_distributed(main, 1)[0] < 10
+
+
+class Told(Callback):
+    """Sends SIGTERM to one rank at a hook."""
+
+    def __init__(self, hook, is_told):
+        setattr(self, hook, lambda trainer, *args: sigterm(trainer) if is_told else None)
+
+
+OUTSIDE = [("validate", "on_validation_batch_start"), ("predict", "on_predict_batch_start"), ("fit", "on_validation_batch_end")]
+
+
+def told_run(rank, size, what, hook, folder=None):
+    """Send SIGTERM to the last rank; return how this one ended, and after how many steps."""
+    saver = [] if folder is None else [ModelCheckpoint(str(folder), "at_stop", save_on_exception=True, every_n_epochs=100)]
+    options = {"max_epochs": 2, "limit_val_batches": 1.0, "num_sanity_val_steps": 1, "enable_checkpointing": bool(saver)}
+    trainer = make_trainer(size, callbacks=[Told(hook, rank == size - 1), *saver], **options)
+    try:
+        getattr(trainer, what)(ppo(), datamodule=rollouts(val_prompts=prompt_rows))
+    except BaseException as error:
+        return type(error).__name__, str(error), getattr(error, "code", None), trainer.global_step
+    return None
+
+
+@pytest.mark.parametrize(("what", "hook"), OUTSIDE)
+def test_sigterm_outside_of_training_ends_all_ranks(what, hook):
+    other, told = run_distributed(told_run, 2, what, hook, init_process_group=False)
+    assert told == ("Terminated", "SIGTERM", 143, 0)
+    assert other[0] == "PeerFailedError"
+    assert "Rank 1 failed" in other[1]
+    assert "Terminated: SIGTERM" in other[1]
+
+
+def test_sigterm_outside_of_training_ends_a_single_process():
+    found = run_distributed(lambda rank, size: [told_run(rank, size, *case) for case in OUTSIDE], 1, init_process_group=False)
+    assert found == [[("Terminated", "SIGTERM", 143, 0)] * 3]
+
+
+def test_sigterm_in_training_after_a_sanity_check_stops_all_ranks_together(tmp_path):
+    ended = run_distributed(told_run, 2, "fit", "on_train_batch_start", tmp_path, init_process_group=False)
+    assert ended == [("SIGTERMException", "", None, 1)] * 2
+    assert (tmp_path / "at_stop.ckpt").is_file()
