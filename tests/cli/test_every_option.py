@@ -357,8 +357,11 @@ def family(name):
 
 @pytest.fixture(scope="module")
 def quiet():
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(scope="module")

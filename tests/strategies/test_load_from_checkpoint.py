@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlbatch.functional import GAE, PPOClip
 from lightning_rlbatch.functional.packing import PackedBatch
-from lightning_rlbatch.modules import PPOModule, SFTModule
+from lightning_rlbatch.modules import PPOModule, SFTModule, loading
 from lightning_rlbatch.testing import run_distributed
 from tests.hand_made import make_samples
 from tests.helpers import length_reward, tiny_llama
@@ -108,16 +108,17 @@ def test_arguments_that_are_not_recorded_are_named_and_those_that_have_no_effect
     assert isinstance(load(PPOModule, path, optimizer=ADAMW).configure_optimizers(), torch.optim.AdamW)  # and no warning
 
 
-def test_a_resumed_run_says_which_options_are_others(caplog):
+def test_a_resumed_run_says_which_options_are_others(monkeypatch):
     checkpoint = {"hyper_parameters": dict(PPOModule(tiny_llama, [length_reward], advantage=GAE(lam=0.9), critic="shared").hparams)}
     checkpoint["rlbatch_ppo"] = {"kl_reward_coefficient": 0.0}
     resumed = PPOModule(tiny_llama, [length_reward], advantage=GAE(lam=0.5), critic="shared", max_grad_norm=5.0)
     resumed._trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with caplog.at_level("INFO"):
-        for fn in (TrainerFn.VALIDATING, TrainerFn.FITTING):
-            resumed.trainer.state.fn = fn
-            resumed.on_load_checkpoint(checkpoint)
-    (text,) = [record.message for record in caplog.records if "Resuming" in record.message]
+    said = []
+    monkeypatch.setattr(loading, "rank_zero_info", said.append)
+    for fn in (TrainerFn.VALIDATING, TrainerFn.FITTING):
+        resumed.trainer.state.fn = fn
+        resumed.on_load_checkpoint(checkpoint)
+    (text,) = said
     assert "max_grad_norm was 1.0 and is 5.0" in text
     assert "advantage.init_args.lam was 0.9 and is 0.5" in text
     assert text.count(" was ") == 2
