@@ -4,6 +4,7 @@ import argparse
 import base64
 import dataclasses
 import datetime
+import functools
 import html
 import re
 from pathlib import Path
@@ -31,13 +32,17 @@ def main(arguments: list[str]) -> int:
         0, or 1 if the run has no metrics.
     """
     parser = argparse.ArgumentParser(prog="rlbatch report", description="Write one HTML page with the plots of a run.")
-    parser.add_argument("run", help="folder of the run's CSVLogger, or its metrics.csv")
+    parser.add_argument(
+        "run",
+        nargs="+",
+        help="folder of the run's CSVLogger, or its metrics.csv; several are one run that was resumed, oldest first",
+    )
     parser.add_argument("--output", "-o", help="page to write (default: report.html beside the metrics)")
     parser.add_argument("--title", help="of the page (default: names of the folder)")
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
     try:
-        run = RunMetrics.find(options.run)
+        run = functools.reduce(RunMetrics.resumed_by, map(RunMetrics.find, options.run))
     except ValueError as error:
         console.print(Text(str(error), style="bold red"))
         return 1

@@ -42,6 +42,15 @@ class RunMetrics:
             raise ValueError(f"{found} has no rows: the run logged nothing.")
         return cls(found, rows)
 
+    def resumed_by(self, later: "RunMetrics") -> "RunMetrics":
+        """Return the metrics of a run and of its resumption as those of one run; what the resumption did again counts once.
+
+        Args:
+            later: Of the resumed run, in whose folder everything else is looked for.
+        """
+        begin = min((row["step"] for row in later.rows if "step" in row), default=math.inf)
+        return RunMetrics(later.path, [row for row in self.rows if row.get("step", -math.inf) < begin] + later.rows)
+
     @property
     def names(self) -> list[str]:
         """Columns with at least one value."""

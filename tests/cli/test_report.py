@@ -213,6 +213,22 @@ def test_iterations_of_a_resumed_run_keep_their_numbers_and_rows_without_an_epoc
     assert "(iteration 4)" in report(tmp_path)
 
 
+def test_a_run_and_its_resumption_are_one_run_in_which_what_was_done_again_counts_once(tmp_path):
+    first, second = write_run(tmp_path / "version_0", num_steps=12), write_run(tmp_path / "version_1")
+    lines = (second / "metrics.csv").read_text().splitlines(keepends=True)
+    (second / "metrics.csv").write_text("".join([lines[0], *lines[1 + 8 :]]))  # resumed after step 7
+    main(["report", str(first), str(second)])
+    assert not (first / "report.html").exists()
+    whole = write_run(tmp_path / "whole")
+    joined = RunMetrics.find(str(first)).resumed_by(RunMetrics.find(str(second)))
+    for name in ("train/entropy", "val/reward/score"):
+        assert joined.points(name) == RunMetrics.find(str(whole)).points(name)
+    curves = [
+        Page((folder / "report.html").read_text()).plots if folder == second else Page(report(folder)).plots for folder in (second, whole)
+    ]
+    assert curves[0] == curves[1]
+
+
 def test_a_long_run_is_thinned_to_a_readable_number_of_points(tmp_path):
     page = Page(report(write_run(tmp_path / "run", {"train/entropy": PER_STEP["train/entropy"]}, num_steps=2000)))
     assert len(page.plots[1][0]["points"]) == 400
