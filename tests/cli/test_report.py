@@ -185,6 +185,44 @@ def test_a_held_out_reward_that_is_the_mean_itself_is_drawn_once(tmp_path):
 
     same = write_run(tmp_path / "same", {"val/reward/mean": value, "val/reward/exact": value})
     other = write_run(tmp_path / "other", {"val/reward/mean": value, "val/reward/exact": lambda step: 0.0})
+    curves = [[curve["label"] for plot in Page(report(folder)).plots for curve in plot] for folder in (same, other)]
+    assert [("held-out exact" in labels, "held-out" in labels) for labels in curves] == [(False, True), (True, True)]
+
+
+def test_scores_of_several_answers_are_drawn_for_the_largest_number_of_them_alone(tmp_path):
+    kinds = ("best_of_2", "best_of_4", "best_of_16", "majority_of_8")
+    columns = {f"val/reward/{kind}": lambda step, index=index: index + step for index, kind in enumerate(kinds)}
+    text = report(write_run(tmp_path / "run", {"val/reward/mean": lambda step: 0.5, **columns}))
+    labels = [curve["label"] for curve in Page(text).plots[0]]
+    assert labels == ["held-out", "held-out best of 16", "held-out majority of 8", "held-out score"]
+    assert "best of" not in text.partition("</div><h2>")[0].partition("<h2>Doctor")[0]  # no tile
+
+
+def test_metrics_are_found_in_the_newest_version_folder(tmp_path):
+    for version in (2, 10, 9):
+        write_run(tmp_path / "logs" / f"version_{version}")
+    assert RunMetrics.find(str(tmp_path / "logs")).path.parent.name == "version_10"
+
+
+def test_iterations_of_a_resumed_run_keep_their_numbers_and_rows_without_an_epoch_belong_to_their_step(tmp_path):
+    rows = ["epoch,step,length/truncated,rollouts/length_max"]
+    rows += [",8,,24", "2,8,0.7,", "2,9,0.7,", "3,10,0.7,", "3,11,0.7,", ",12,,24", "4,12,0.7,"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    iterations = RunMetrics.find(str(tmp_path)).iterations()
+    assert [(row["epoch"], row.get("rollouts/length_max")) for row in iterations] == [(2, 24), (3, None), (4, 24)]
+    assert "(iteration 4)" in report(tmp_path)
+
+
+def test_a_run_and_its_resumption_are_one_run_in_which_what_was_done_again_counts_once(tmp_path):
+    first, second = write_run(tmp_path / "version_0", num_steps=12), write_run(tmp_path / "version_1")
+    lines = (second / "metrics.csv").read_text().splitlines(keepends=True)
+    (second / "metrics.csv").write_text("".join([lines[0], *lines[1 + 8 :]]))  # resumed after step 7
+    main(["report", str(first), str(second)])
+    assert not (first / "report.html").exists()
+    whole = write_run(tmp_path / "whole")
+    joined = RunMetrics.find(str(first)).resumed_by(RunMetrics.find(str(second)))
+    for name in ("train/entropy", "val/reward/score"):
+        assert joined.points(name) == RunMetrics.find(str(whole)).points(name)
     drawn = Page((second / "report.html").read_text()).plots
     assert drawn == Page(report(whole)).plots
 
