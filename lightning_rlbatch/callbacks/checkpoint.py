@@ -35,8 +35,8 @@ class RLBatchModelCheckpoint(ModelCheckpoint):
         save_top_k: How many to keep; -1 keeps all, 0 none but the last.
         save_last: True keeps a copy of the newest as ``last.ckpt``, ``"link"`` a link to it.
         save_weights_only: Leave out optimizers and positions: for evaluation, not for resuming.
-        save_on_exception: Save when SIGTERM arrives, and after an error that all ranks raise in step (reward functions, generation); after
-            an error of one rank alone nothing can be saved.
+        save_on_exception: Save when Ctrl-C or SIGTERM arrives, and after an error that all ranks raise in step (reward functions,
+            generation); after an error of one rank alone nothing can be saved.
         every_n_epochs: Iterations between checkpoints.
         every_n_train_steps: Optimizer steps between checkpoints.
         train_time_interval: Time between checkpoints.

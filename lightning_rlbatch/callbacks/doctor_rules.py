@@ -230,7 +230,7 @@ def useless_critic(history: "History", limits: Thresholds) -> Finding | None:
         return None
     return (
         f"after {count} iterations the critic explains {now:.2f} of the variance of returns.",
-        "Raise critic_lr, lower value_clip's effect (or drop it), or use an estimator without values.",
+        "Raise critic_lr, raise value_clip (or drop it), or use an estimator without values.",
     )
 
 

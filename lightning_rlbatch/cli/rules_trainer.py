@@ -86,8 +86,7 @@ def _check_precision(run: RunConfig) -> Findings:
     elif precision == "16-mixed" and on_cpu:
         yield note(
             "precision",
-            text=f"trainer.precision={given} is bf16-mixed on the CPU, which has no mixed precision with fp16: Lightning trains in bf16, as"
-            " the option of its own name would. Set bf16-mixed or 32-true.",
+            text=f"trainer.precision={given} is bf16-mixed on the CPU, which has no mixed precision with fp16. Set bf16-mixed or 32-true.",
         )
 
 

@@ -284,7 +284,7 @@ VALIDATES = {"val_prompts": "tests/data/prompts.jsonl", "val_batch_size": 2}  # 
         ({"limit_val_batches": 0}, VALIDATES, "without effect", "val_prompts", "switches validation off"),
         ({"log_every_n_steps": 50}, {}, "note", "log_every_n_steps", "never reach the logger"),
         ({"log_every_n_steps": 5}, {}, "note", "log_every_n_steps", "in one of 5 iterations"),
-        ({"precision": "16-mixed", "strategy": "rlbatch_fsdp"}, {}, "note", "precision", "Lightning trains in bf16"),
+        ({"precision": "16-mixed", "strategy": "rlbatch_fsdp"}, {}, "note", "precision", "is bf16-mixed on the CPU"),
         ({"precision": 16}, {}, "refused", "precision", "pass the plugin lightning_rlbatch.strategies.FSDPMixedPrecision"),
         ({"precision": "64-true"}, {}, "refused", "precision", "pass the plugin lightning.pytorch.plugins.DoublePrecision"),
         ({"precision": "fp8"}, {}, "refused", "precision", "one of"),
