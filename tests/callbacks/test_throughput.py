@@ -105,7 +105,7 @@ class SlowRank(PPOModule):
         return super().policy_step(micro_batch, denominators)
 
 
-SLEEP = 0.15
+SLEEP = 0.3
 
 
 def test_waiting_is_measured_per_rank_and_micro_step_and_changes_no_number(tmp_path):
@@ -129,7 +129,7 @@ def test_waiting_is_measured_per_rank_and_micro_step_and_changes_no_number(tmp_p
     assert not any("time/waiting" in row for row in plain)
     assert not (tmp_path / "none" / "waiting.csv").exists()
     for row in (fsdp[1], *ddp[1:]):
-        assert row["time/waiting_most"] > 0.6 * slept  # half would be the mean; what is missing is rank 0's own work beside others'
+        assert row["time/waiting_most"] > 0.8 * slept
         assert row["time/waiting_least"] < row["time/waiting_most"]
         assert row["time/waiting"] == pytest.approx((row["time/waiting_most"] + row["time/waiting_least"]) / 2)
     with (tmp_path / "fsdp" / "waiting.csv").open() as stream:

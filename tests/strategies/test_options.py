@@ -171,16 +171,17 @@ def test_every_group_has_the_timeout_of_the_strategy():
         if rank > 0:
             is_done.wait(40)
             return None
-        start = time.monotonic()
+        start, seconds = time.monotonic(), []
         groups = (strategy.meshes.sp_group, strategy.meshes.dp_group, strategy.meshes.world_group)
         for waiting in [dist.all_reduce(torch.zeros(1), group=group, async_op=True) for group in groups]:
             with pytest.raises(RuntimeError, match=r"imed out|imeout"):
                 waiting.wait()
+            seconds.append(time.monotonic() - start)
         is_done.set()
-        return time.monotonic() - start
+        return seconds
 
     is_done = multiprocessing.Event()
-    assert 1 < run_distributed(main, 4, init_process_group=False, timeout=60)[0] < 30
+    assert all(1 < seconds < 6 for seconds in run_distributed(main, 4, init_process_group=False, timeout=60)[0])
 
 
 def test_fork_starts_the_ranks_from_a_plain_process_and_brings_the_weights_back(trained):
