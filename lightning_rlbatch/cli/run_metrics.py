@@ -47,9 +47,18 @@ class RunMetrics:
 
         Args:
             later: Of the resumed run, in whose folder everything else is looked for.
+
+        Raises:
+            ValueError: The first run has nothing that is older: they are two runs, or in the wrong order.
         """
         begin = min((row["step"] for row in later.rows if "step" in row), default=math.inf)
-        return RunMetrics(later.path, [row for row in self.rows if row.get("step", -math.inf) < begin] + later.rows)
+        kept = [row for row in self.rows if row.get("step", math.inf) < begin]
+        if not kept:
+            raise ValueError(
+                f"{self.path} has no step before {begin:g}, where {later.path} begins: it was not resumed there. Pass the"
+                " folders of one run, oldest first, or one folder."
+            )
+        return RunMetrics(later.path, kept + later.rows)
 
     @property
     def names(self) -> list[str]:

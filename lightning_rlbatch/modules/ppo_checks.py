@@ -138,9 +138,9 @@ def _check_rollouts(module: "PPOModule") -> None:
     if not module.temperature > 0:
         raise ValueError(f"Expected temperature to be positive but got {module.temperature}: rollouts to learn from must be sampled.")
     SamplingParams(**module.sampling_options)  # refuses what no engine could sample with
-    for token in module.stop_token_ids or ():
-        if not isinstance(token, int) or token < 0:
-            raise ValueError(f"Expected stop_token_ids to be numbers of tokens, at least 0, but got {token!r}.")
+    stops = () if module.stop_token_ids is None else module.stop_token_ids
+    if not isinstance(stops, list | tuple) or not all(isinstance(token, int) and token >= 0 for token in stops):
+        raise ValueError(f"Expected stop_token_ids to be a list of numbers of tokens, at least 0, but got {stops!r}.")
     if not 0 <= module.validation_temperature < math.inf:
         raise ValueError(f"Expected validation_temperature to be at least 0 (greedy) but got {module.validation_temperature}.")
     if not isinstance(module.rollout_engine_config, EngineConfig):

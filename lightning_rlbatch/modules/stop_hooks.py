@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -23,11 +24,15 @@ class StopsTogether(KeepsOwnHooks):
 
     @override
     def on_validation_start(self) -> None:
-        if self._stops is None:  # the first hook of a sanity check, and of `validate`
-            end_at_sigterm()
+        if self.trainer.sanity_checking or self.trainer.state.fn != TrainerFn.FITTING:
+            self._leave_training()
 
     @override
     def on_predict_start(self) -> None:
+        self._leave_training()
+
+    def _leave_training(self) -> None:
+        self._stops = None  # that of a fit that failed
         end_at_sigterm()
 
     @override

@@ -225,6 +225,10 @@ def test_a_run_and_its_resumption_are_one_run_in_which_what_was_done_again_count
         assert joined.points(name) == RunMetrics.find(str(whole)).points(name)
     drawn = Page((second / "report.html").read_text()).plots
     assert drawn == Page(report(whole)).plots
+    with pytest.raises(
+        ValueError, match=r"version_1.metrics\.csv has no step before 0, where .*version_0.metrics\.csv begins.*oldest first"
+    ):
+        RunMetrics.find(str(second)).resumed_by(RunMetrics.find(str(first)))
 
 
 def test_a_long_run_is_thinned_to_a_readable_number_of_points(tmp_path):

@@ -228,5 +228,6 @@ def test_a_completion_ends_where_the_configuration_of_a_pretrained_policy_says_o
     assert ends(lambda: model) == (EOS,)
     (tmp_path / "generation_config.json").unlink()
     assert ends(str(tmp_path)) == (EOS,)
-    with pytest.raises(ValueError, match="stop_token_ids to be numbers of tokens, at least 0, but got -1"):
-        ends("a", stop_token_ids=[-1])
+    for wrong in ([-1], [2.5], 5):
+        with pytest.raises(ValueError, match="stop_token_ids to be a list of numbers of tokens, at least 0, but got "):
+            ends("a", stop_token_ids=wrong)
